@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .names import KEYS, TYPES
+from .trainers import cover_plugin
 
 SWITCH = "DS_TERAPIPE_AUTOLOAD"
 
@@ -34,17 +35,19 @@ def load() -> None:
         if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Watch())
         _cover(sys.modules.get("deepspeed"))
+        cover_plugin()
     except Exception:
         logger.debug("no hook on deepspeed.initialize", exc_info=True)
 
 
 class _Watch:
-    """Finds no module; being asked for a submodule of DeepSpeed, it knows that DeepSpeed is being imported."""
+    """Finds no module; being asked for a submodule of DeepSpeed or accelerate, it knows that this is being imported."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        if fullname.startswith("deepspeed."):
+        if fullname.startswith(("deepspeed.", "accelerate.")):
             try:
                 _cover(sys.modules.get("deepspeed"))
+                cover_plugin()
             except Exception:
                 logger.debug("no hook on deepspeed.initialize", exc_info=True)
 

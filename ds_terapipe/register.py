@@ -78,6 +78,8 @@ def wrap(original: Initialize) -> Initialize:
             return original(*args, **kwargs)
         given = _by_name(original, args, kwargs)
         wanted = _wanted(config, given)
+        if not wanted.pipeline and hasattr(given.get("model"), "check_without_keys"):  # a pipeline of this package
+            given["model"].check_without_keys()
         if not any(wanted) or _being_built():
             return original(*args, **kwargs)
         return _build(original, given, config, wanted)

@@ -10,6 +10,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import Job
 
 
 class StagedPipeline(PipelineModule):
@@ -48,6 +49,25 @@ class StagedPipeline(PipelineModule):
         before, after = self.layers_around
         first, end = before, self._num_layers - after
         return tuple(max(0, min(stop, end) - max(start, first)) for start, stop in pairwise(self.parts))
+
+    @property
+    def idle_stages(self) -> list[int]:
+        """Stages of which nothing is trained; collective."""
+        trains = self.stage_id, any(parameter.requires_grad for parameter in self.parameters())
+        return sorted({stage for stage, some in Job.current().gather(trains) if not some})
+
+    def check_without_keys(self) -> None:
+        """Refuse idle stages beside others, where DeepSpeed's own engine is to run the pipeline; collective.
+
+        Raises:
+            ConfigError: on every rank. DeepSpeed (0.19.8) fails on the idle stage, in the optimizer, its wrapper or clipping.
+        """
+        idle = self.idle_stages
+        if idle and len(idle) < self.num_stages:
+            raise ConfigError(
+                f"token_pipeline: got none with nothing trained on stage {', '.join(map(str, idle))}, must be there (DeepSpeed's "
+                'own engine fails on such a stage), use "token_pipeline": {"slices": 1}'
+            )
 
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._boundaries

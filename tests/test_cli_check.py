@@ -142,10 +142,12 @@ def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
         assert step == pytest.approx(there, rel=0.05), (stage, there)
 
 
-def test_every_distinct_rank_is_built_once(own, tmp_path, capsys):
+def test_every_distinct_rank_is_built_once_and_the_length_is_that_of_the_data(own, tmp_path, capsys):
+    row = f"torch.zeros({LENGTH}).long()"
+    own.write_text(OWN.replace("model=", f"training_data=[(({row}, {row}), {row})] * 99, model="))
     record = tmp_path / "ranks"
     arguments = [own, json.dumps(settings()), record, 6, 4]
-    checked = stages(capsys, "--world", 8, "--seq-length", LENGTH, "--", *arguments)
+    checked = stages(capsys, "--world", 8, "--", *arguments)
     assert record.read_text() == "026"  # of four stages of two replicas the third is as the second
     layers = [["Embedding", "Block"], ["Block"] * 2, ["Block"] * 2, ["Block", "Head"]]
     assert [stage["layers"] for stage in checked] == layers

@@ -68,11 +68,8 @@ def measured(tmp_path):
 
 
 def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
-    target, out_json, shape = (
-        tmp_path / "plan.json",
-        tmp_path / "figures.json",
-        ["--model", model, "--cluster", "p3.16xlarge"],
-    )
+    target, out_json = tmp_path / "plan.json", tmp_path / "figures.json"
+    shape = ["--model", model, "--cluster", "p3.16xlarge"]
     more = ["--stages", 4, "--sequences", 4, "--output", target, "--json", out_json]
     status, out, _ = run(capsys, "plan", *shape, *SMALL, *more)
     plan, data = Plan.load(target), json.loads(out_json.read_text())

@@ -120,9 +120,7 @@ def test_json_blocks_train() -> None:
     (seen,) = run_ranks(train_on, 1, settings)
     for block, keys, (kinds, loss) in zip(blocks("json"), settings, seen, strict=True):
         engine = next((kind for key, kind in ENGINES.items() if key in keys), "PipelineEngine")
-        types = [
-            keys.get(key, {"type": other})["type"] for key, other in (("optimizer", "SGD"), ("scheduler", "NoneType"))
-        ]
+        types = [keys.get(key, {"type": o})["type"] for key, o in (("optimizer", "SGD"), ("scheduler", "NoneType"))]
         assert kinds == [engine, *types] and 0 < loss < 10, block.where
 
 

@@ -11,12 +11,12 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from deepspeed.runtime import config, constants
 
-from ds_terapipe import autoload
+from ds_terapipe import autoload, trainers
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.register import wrap
 
@@ -35,7 +35,7 @@ def raised(call, *args, **kwargs):
         return type(error).__name__, str(error)
     return "nothing", ""
 
-HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in ("autoload", "errors", "names", "register", "version"))]
+HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in "autoload errors names register trainers version".split())]
 NEAR_MISS = "ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use "token_pipeline"'
 """
 ENGINES = (
@@ -321,3 +321,28 @@ def test_deepspeed_gets_its_arguments_as_they_are():
     assert [id(each) for each in given] == [id(args), id(model), id(None), id(settings)]
     assert wrap(initialize).ds_terapipe_original is wrap(wrap(initialize)).ds_terapipe_original is initialize
     assert wrap(initialize)() == (None,) * 4
+
+
+@pytest.mark.parametrize("imported", ["before", "after"])
+def test_accelerate_and_trainer_are_refused_as_they_read_our_keys(module, monkeypatch, tmp_path, imported):
+    class DeepSpeedPlugin:
+        def __init__(self, hf_ds_config=None):
+            self.hf_ds_config = hf_ds_config
+            self.__post_init__()
+
+        def __post_init__(self):
+            self.done = True
+
+    if imported == "after":
+        autoload.load()
+    monkeypatch.setitem(sys.modules, trainers.MODULE, SimpleNamespace(DeepSpeedPlugin=DeepSpeedPlugin))
+    for _ in range(2):
+        autoload.load() if imported == "before" else sys.meta_path[0].find_spec("accelerate.data_loader")
+    for given in ({"token_pipeline": {"enabled": False}}, "none", None, object()):
+        assert DeepSpeedPlugin(given).done
+    (tmp_path / "ours.json").write_text('{"token_pipeline": {"slices": "auto"}}')
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ours.json"))
+    trainers_own = type("HfTrainerDeepSpeedConfig", (), {"config": {"elastic_pipeline": {}}})()
+    for given, said in ((None, "token_pipeline: got accelerate"), (trainers_own, "elastic_pipeline: got tr")):
+        with pytest.raises(ConfigError, match=f"^{said}.*hf.pipeline and deepspeed.initialize"):
+            DeepSpeedPlugin(given)

@@ -133,16 +133,13 @@ def _say_what_trains(made: DecoderPipeline) -> None:
     """Log, once, how much trains, and the stages where nothing does; collective."""
     here = [(p.requires_grad, p.numel()) for p in made.parameters()]
     mine = made.stage_id, sum(count for trains, count in here if trains), sum(count for _, count in here)
-    stages = sorted(set(Job.current().gather(mine)))
+    stages, idle = set(Job.current().gather(mine)), made.idle_stages
     trained, held = (sum(stage[index] for stage in stages) for index in (1, 2))
-    idle = [str(number) for number, count, _ in stages if not count]
     if made.global_rank == 0:
         logger.info("hf.pipeline: %d of %d parameters are trained", trained, held)
     if made.global_rank == 0 and idle:
         logger.warning(
-            "hf.pipeline: nothing is trained on stage %s: without token_pipeline, DeepSpeed's engine needs an optimizer object "
-            "that has all parameters, and no bf16, fp16 or ZeRO",
-            ", ".join(idle),
+            "hf.pipeline: nothing is trained on stage %s, which needs token_pipeline", ", ".join(map(str, idle))
         )
 
 

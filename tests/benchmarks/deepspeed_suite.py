@@ -71,10 +71,7 @@ def run(tests: Path, key: Mapping[str, object] | None, arguments: Sequence[str])
     subprocess.run([*command, *FILES, *arguments], cwd=tests, env=env, check=False)
     cases = ElementTree.fromstring(found.read_bytes()).iter("testcase")
     found.unlink()  # the next run must not be taken for this one
-    return {
-        f"{case.get('classname')}::{case.get('name')}": "/".join(child.tag for child in case) or "passed"
-        for case in cases
-    }
+    return {f"{c.get('classname')}::{c.get('name')}": "/".join(child.tag for child in c) or "passed" for c in cases}
 
 
 def main() -> None:

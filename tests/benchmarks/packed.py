@@ -108,10 +108,7 @@ def main() -> None:
     shape = models.QUICK if options.quick else SHAPE
     result, largest = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1)
     table = result.table(f"documents of {documents} tokens", WAYS[0])
-    lines = [
-        *table,
-        f"largest tensors: {largest[0]:,} and {largest[1]:,} elements of {sum(documents) ** 2:,} in [S, S]",
-    ]
+    lines = [*table, f"largest tensors: {largest[0]:,} and {largest[1]:,} of {sum(documents) ** 2:,} in [S, S]"]
     measure.Report(options).add("packed", result, lines)
 
 

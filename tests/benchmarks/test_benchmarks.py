@@ -64,8 +64,6 @@ def test_a_sweep_makes_what_its_file_lacks(tmp_path: Path) -> None:
     with open(lines.path, "a") as file:
         file.write('{"run": {"optimizer": "la')  # of a process that was killed
     Lines(lines.path, large_batch.Run, {"alphas": (1,)}).add(three, loss=3)
-    found = measure.sweep(
-        lambda done: [run for run in (one, two) if run not in done], lambda run: {"loss": run.seed}, lines
-    )
+    found = measure.sweep(lambda done: [r for r in (one, two) if r not in done], lambda run: {"loss": run.seed}, lines)
     assert found == {one: {"loss": 0}, two: {"loss": 1}}
     assert Lines(lines.path, large_batch.Run).read() == {**found, three: {"loss": 3}}

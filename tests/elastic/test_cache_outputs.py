@@ -227,10 +227,7 @@ def test_outputs_that_cannot_be_written_end_no_step(make: Made, said: list[str],
         cache.see([batch(4)])
         if cache.active:
             cache.outputs(0, batch(4), stage.compute)
-    assert (
-        not cache.active
-        and len([line for line in said if "ValueError while outputs were written: out of" in line]) == 1
-    )
+    assert not cache.active and sum("ValueError while outputs were written: out of" in line for line in said) == 1
 
 
 def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
@@ -282,9 +279,7 @@ def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -
         inputs = [tokens.clone(), mask.clone(), everywhere]
         inputs[index][change] = 0
         assert [a == b for a, b in zip(before, names(tuple(inputs)), strict=True)] == [True, False, True]
-    packed = [
-        names(tokens, Documents.of(torch.tensor([[1, 1, 1, 2], [1] * 4, second]))) for second in ([1] * 4, [1, 1, 2, 2])
-    ]
+    packed = [names(tokens, Documents.of(torch.tensor([[1, 1, 1, 2], [1] * 4, s]))) for s in ([1] * 4, [1, 1, 2, 2])]
     assert [a == b for a, b in zip(*packed, strict=True)] == [True, True, False], "documents are of the sample"
     padded = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.long)], 1)
     for other in (

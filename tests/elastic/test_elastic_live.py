@@ -154,9 +154,7 @@ def refused_midway(rank: int, folder: str) -> dict[str, Any]:
         losses += [float(engine.train_batch(iter(step))) for step in DATA[1:]]
         engine.destroy()
     same = before[1:] == after[1:] and all(map(torch.equal, before[0], after[0]))
-    changes = (
-        [] if rank else [each.step for each in read(traced["trace_path"]) if (each.rank, each.name) == (0, "reshape")]
-    )
+    changes = [] if rank else [e.step for e in read(traced["trace_path"]) if (e.rank, e.name) == (0, "reshape")]
     return {"said": str(refused.value), "same": same, "losses": losses, "lines": lines, "changes": changes}
 
 

@@ -166,9 +166,7 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
     module, names = nn.Linear(2, 2), {}
     module.bias.requires_grad_(False)
     gone = unused(module, torch.device("cpu"), names)
-    optimizer = torch.optim.AdamW(
-        [{"params": [p], "lr": lr} for lr, p in enumerate((module.weight, module.bias, gone))]
-    )
+    optimizer = torch.optim.AdamW([{"params": [p], "lr": n} for n, p in enumerate((module.weight, module.bias, gone))])
     keep_trained(optimizer)
     drop_unused(optimizer, names)
     occupy(optimizer, module, torch.device("cpu"), names)
@@ -178,10 +176,7 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
     assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1
 
 
-KINDS = {
-    "adamw": (lambda groups: torch.optim.AdamW(groups, lr=0.1), 2),
-    "lamb": (lambda groups: FusedLamb(groups, lr=0.1), 2),
-}
+KINDS = {"adamw": (lambda g: torch.optim.AdamW(g, lr=0.1), 2), "lamb": (lambda g: FusedLamb(g, lr=0.1), 2)}
 
 
 def stepped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:

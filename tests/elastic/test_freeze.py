@@ -72,9 +72,7 @@ def test_alpha_is_rounded_up_as_in_exact_arithmetic(count: int, percent: int, in
 
 @pytest.mark.parametrize("before", ["begun", "another policy"])
 def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str) -> None:
-    first, frozen = (
-        freezer(12, 10, policy=each, **more) for each, more in (("static", {}), ("alpha", {"alpha": 1 / 3}))
-    )
+    first, frozen = (freezer(12, 10, policy=p, **more) for p, more in (("static", {}), ("alpha", {"alpha": 1 / 3})))
     if before == "begun":
         first = freezer(12, 10, policy="alpha", alpha=1 / 3)
         first.begin(95)

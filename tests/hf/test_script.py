@@ -60,15 +60,9 @@ def run_scripts(rank: int, world: int, folder: Path) -> None:
         os.chdir(folder / name)
         for number, more in enumerate(RUNS[name]):
             arguments = f"--model {folder / name}/model --data text.txt --eval-data eval.jsonl --out out{number} "
-            arguments += (
-                f"--max-seq-length {length} --max-steps {STEPS} --learning-rate {RATE} --lr-scheduler-type constant "
-            )
-            sys.argv = [
-                SCRIPT.name,
-                *(arguments + "--logging-steps 1 --deepspeed_config ds_config.json --generate").split(),
-                "",
-                *more,
-            ]
+            arguments += f"--max-seq-length {length} --max-steps {STEPS} --learning-rate {RATE} "
+            arguments += "--lr-scheduler-type constant --logging-steps 1 --deepspeed_config ds_config.json --generate"
+            sys.argv = [SCRIPT.name, *arguments.split(), "", *more]
             print(f"run {name}", flush=True)
             runpy.run_path(str(SCRIPT), run_name="__main__")
 
@@ -117,10 +111,8 @@ def loss_of_lines(model: Any, tokenizer: Any) -> float:
     total, count = 0.0, 0
     for line in LINES:
         prompt, answer = (tokenizer(line[part])["input_ids"] for part in ("prompt", "completion"))
-        tokens, labels = (
-            [*prompt, *answer, tokenizer.eos_token_id],
-            [-100] * len(prompt) + answer + [tokenizer.eos_token_id],
-        )
+        tokens = [*prompt, *answer, tokenizer.eos_token_id]
+        labels = [-100] * len(prompt) + answer + [tokenizer.eos_token_id]
         counted = len(answer) + bool(prompt)
         total += float(model(torch.tensor([tokens]), labels=torch.tensor([labels])).loss) * counted
         count += counted

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import sys
 import types
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import export
+from ds_terapipe.hf import folder as hf_folder
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_record
@@ -27,7 +32,7 @@ from ds_terapipe.hf.source import source_of
 from ds_terapipe.names import MANIFEST
 from tests.hf.families import features, model_of, renamed, train_alone
 from tests.pipeline.training import Trace, allow_fp16, build_engine, difference, mine
-from tests.spawn import run_ranks
+from tests.spawn import run_ranks, run_to_exit
 
 TIED, UNTIED, SLICED = "llama, tied, dynamic", "qwen2", {"slices": [1, 15, 8]}
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 8}}
@@ -99,9 +104,7 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     assert [rank["adapters"] for rank in ranks] == [(f"{said}, which keeps them", [])] * 4
     for name, (family, config, _) in NUMBERS.items():
         read = [rank[name] for rank in ranks]
-        assert read[0] == read[1] and read[2] == read[3] and read[0] & read[2] < read[0] | read[2], (
-            "all read all shards"
-        )
+        assert read[0] == read[1] and read[2] == read[3] and read[0] & read[2] < read[0] | read[2], "all read all"
         out = export(tmp_path / "checkpoints" / name / "step", tmp_path / "out" / name, largest=15_000)
         assert len(list(out.glob("model-*-of-*.safetensors"))) > 2 and (out / "tokenizer.json").exists()
         assert not any((out / each).exists() for each in NOT_COPIED)
@@ -247,30 +250,67 @@ def test_what_can_not_be_built_is_said_on_every_process(tmp_path: Path) -> None:
             assert wanted in said and "\n" not in said, said
 
 
-class Killed(BaseException):
-    """Stands for a kill: nothing that cleans up runs afterwards, but for what Python itself does."""
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def test_an_export_that_is_killed_leaves_nothing_under_the_name(tmp_path: Path, monkeypatch: Any) -> None:
-    checkpoint, out, rename = checkpoint_of(model_of("llama"), tmp_path / "checkpoint"), tmp_path / "out", Path.rename
+def write(rank: int, world: int, at: Path, victim: int, point: int) -> None:
+    """Write the folders that are not there, from checkpoints or on two stages; a rank gets SIGKILL at a change of files."""
+    left = [point if rank == victim else 0]
+    save_file = hf_folder.save_file
 
-    def dies(self: Path, target: Path) -> Path:
-        if target == out:
-            assert {"config.json", "model.safetensors.index.json"} <= {file.name for file in self.iterdir()}
-            raise Killed
-        return rename(self, target)
+    def happens(event: str, args: Any) -> None:
+        if event in CHANGES and str(args[0]).startswith(f"{at}/out/"):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(Path, "rename", dies)
-        export(checkpoint, out, largest=30_000)
-    assert not out.exists()
-    export(checkpoint, out, largest=30_000)  # what a kill left is no hindrance
-    assert (out / "model.safetensors.index.json").exists()
+    def saved(tensors: Any, file: Path, *more: Any) -> None:
+        sys.audit("open", file)
+        save_file(tensors, file, *more)
+        if left[0] == 1:  # it dies in the middle of this file
+            os.truncate(file, file.stat().st_size // 2)
+
+    sys.addaudithook(happens)
+    hf_folder.save_file = saved
+    for out in (at / "out" / name for name in ("model", "adapter")):
+        if not out.exists() and world == 1:
+            export(at / out.name, out, largest=20_000)
+        elif not out.exists():
+            made = hf.pipeline(model_of("llama"), num_stages=2, lora=lora_of(out.name))
+            hf.save_pretrained(SimpleNamespace(module=made, grid=made.mpu()), out, largest=20_000)
+    (at / f"{rank}.changes").write_text(str(-left[0]))
 
 
-def checkpoint_of(model: Any, folder: Path) -> Path:
+def lora_of(name: str) -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=4, target_modules=["q_proj"]) if name == "adapter" else None
+
+
+@pytest.mark.parametrize("points", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [1, 2], ids=["export", "save_pretrained"])
+def test_a_folder_is_whole_or_absent_where_a_process_is_killed(tmp_path: Path, world: int, points: int) -> None:
+    for name in ("model", "adapter"):
+        checkpoint_of(model_of("llama"), tmp_path / name, lora_of(name))
+
+    def run(victim: int = 0, point: int = 0) -> tuple[list[Any], dict[str, dict[str, bytes]]]:
+        ends = run_to_exit(write, world, tmp_path, victim, point)
+        out = [path for path in (tmp_path / "out").glob("*") if point == 0 or not path.name.startswith(".")]
+        files = {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in out}
+        return [end.code for end in ends], files
+
+    whole = run()
+    counts = [int((tmp_path / f"{rank}.changes").read_text()) for rank in range(world)]
+    assert whole[0] == [0] * world and min(map(len, whole[1].values())) > 1 and sum(counts) > 20
+    for number in range(points):
+        shutil.rmtree(tmp_path / "out")
+        victim = number % world
+        codes, found = run(victim, 1 + number * (counts[victim] - 1) // (points - 1))
+        assert codes[victim] == -signal.SIGKILL and found.items() <= whole[1].items(), (number, found.keys())
+        assert run() == whole
+
+
+def checkpoint_of(model: Any, folder: Path, lora: Any = None) -> Path:
     """The layer files of a checkpoint, written without an engine."""
-    source = source_of(model, None, 0)
+    source = source_of(model, None, 0, lora=lora)
     folder.mkdir()
     for entry, spec in enumerate(_specs(source)):
         layer = _built(spec)

@@ -351,11 +351,7 @@ def test_every_epoch_has_each_image_once_in_an_order_of_its_own(tmp_path: Path) 
 def test_classes_are_split_alike(tmp_path: Path) -> None:
     folder = ImageFolder(write_images(tmp_path / "images", {"cat": 10, "dog": 20}))
     parts = folder.split("80,20,0", seed=1)
-    assert [[sum(file.label == each for file in part) for each in (0, 1)] for part in parts] == [
-        [8, 16],
-        [2, 4],
-        [0, 0],
-    ]
+    assert [[sum(file.label == n for file in part) for n in (0, 1)] for part in parts] == [[8, 16], [2, 4], [0, 0]]
     assert len({file.path for part in parts for file in part}) == 30
     assert folder.split("80,20,0", seed=1) == parts != folder.split("80,20,0", seed=2)
     message = r"--split: got 100,0,0, which leaves no image of .* for validation, use e\.g\. 80,20,0"

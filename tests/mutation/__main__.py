@@ -111,15 +111,7 @@ def _judge(module: str, mutant: Mutant, first: str, known: dict[str, Any]) -> di
     here = f"{module}:{mutant.line}"
     units = [(about["seconds"], unit) for unit, about in known.items() if here in about["lines"]]
     units.sort(key=lambda each: (each[1] != first, *each))  # the test that killed it before comes first
-    row = {
-        "module": module,
-        **vars(mutant),
-        "fate": "survived",
-        "by": "",
-        "units": len(units),
-        "runs": 0,
-        "seconds": 0.0,
-    }
+    row = {"module": module, **vars(mutant), "fate": "survived", "by": "", "units": len(units), "runs": 0, "seconds": 0}
     for seconds, unit in units:
         if row["runs"] and row["seconds"] + seconds > MOST_S:
             break

@@ -42,11 +42,7 @@ def full_tensors(seed: int) -> dict[str, Tensor]:
 def part_of(how: str, rank: int, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of a rank. The copy of a tied one stands behind another."""
     if how == "tensor":
-        cut = {
-            "qkv": full["qkv"].chunk(2)[rank],
-            "bias": full["bias"].chunk(2)[rank],
-            "out": full["out"].chunk(2, 1)[rank],
-        }
+        cut = {name: full[name].chunk(2, int(name == "out"))[rank] for name in ("qkv", "bias", "out")}
         return {**full, **cut}
     if how == "tied":
         return {name: full[name] for name in (("qkv", "bias", "norm"), ("out", "odd", "qkv"))[rank]}

@@ -209,10 +209,8 @@ def test_statistics_are_those_of_the_step_and_the_monitor_is_told(backend: str) 
         assert (new.detach().double() - old).norm().item() == pytest.approx(length, rel=1e-3)
     assert 0 < sum(layer.clamped for layer in layers) < 3
     last = {tag.rpartition("/")[2]: value for tag, value, step in events if step == 6}
-    ratios, norm = (
-        [layer.trust_ratio for layer in layers],
-        torch.cat([p.grad.reshape(-1) for p in params]).norm().item(),
-    )
+    ratios = [layer.trust_ratio for layer in layers]
+    norm = torch.cat([p.grad.reshape(-1) for p in params]).norm().item()
     assert (last["min_trust_ratio"], last["max_trust_ratio"]) == (min(ratios), max(ratios))
     assert last["mean_trust_ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-12)
     assert last["clamped_share"] == sum(layer.clamped for layer in layers) / 3

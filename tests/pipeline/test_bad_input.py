@@ -157,9 +157,7 @@ def test_bad_data_is_one_line_on_every_rank(data):
             assert found[f"exhausted {name}"][0] == "StopIteration"
     for found in data:
         kind, said = found["a weight on one replica"]
-        assert kind == "ConfigError" and said.startswith(
-            "loss_fn.step_weight: got None on some replicas and a weight on"
-        )
+        assert kind == "ConfigError" and said.startswith("loss_fn.step_weight: got None on some replicas and a")
         assert found["at the end"] < found["then"] and math.isfinite(found["then"])
 
 

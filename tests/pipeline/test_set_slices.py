@@ -72,10 +72,7 @@ def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     return {**found, "steps": steps, "live": live}
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "given": {"slices": 4},
-    "auto": {"slices": "auto", "schedule": "1f1b", "memory_gb": 1.0},
-}
+SETTINGS: Any = {"given": {"slices": 4}, "auto": {"slices": "auto", "schedule": "1f1b", "memory_gb": 1.0}}
 
 
 def every_setting(rank: int, world: int) -> dict[str, Any]:

@@ -293,9 +293,7 @@ def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, 
     with pytest.raises(Exited) as end:
         clock.watch(course())
     assert end.value.args == (70,)
-    assert re.match(
-        r"rank 0 \(stage 0\) waited 5.\d s for its own action in step 4: another rank has", caplog.messages[0]
-    )
+    assert re.match(r"rank 0 \(stage 0\) waited 5.\d s for its own action in step 4: another rank", caplog.messages[0])
 
 
 def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch):
@@ -303,9 +301,7 @@ def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch)
         raise RuntimeError("Gloo connectFullMesh failed with connection refused\nmore")
 
     monkeypatch.setattr(torch.distributed, "new_group", refused)
-    says = (
-        r"^rank 0 waited .* for all ranks to build their engines: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
-    )
+    says = r"^rank 0 waited .* for all ranks to build .*: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
     with pytest.raises(PipelineStalled, match=says), launching(60.0):
         Job([0, 1]).new_group(timeout_s=5.0, backend="gloo")
 
@@ -374,9 +370,7 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
 
     with pytest.raises(Exited, match="70"):
         clock.watch(course())
-    assert caplog.messages[0].startswith(
-        "rank 0 (stage 0) waited 4.0 s for gradients of 0.6 from rank 1 in step 4: no answer"
-    )
+    assert "rank 0 (stage 0) waited 4.0 s for gradients of 0.6 from rank 1 in step 4: no answer" in caplog.messages[0]
     report = next(message for message in caplog.messages if "\n" in message)
     (marked,) = [line for line in report.splitlines() if "<-- stage 0" in line]
     assert f"[{GRID[0][6]}]" in marked

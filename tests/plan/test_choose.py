@@ -256,9 +256,7 @@ def test_a_divided_place_takes_what_its_parts_take(factors):
 
 def placed(placement=DIVIDED):
     memory = MemoryModel((StageMemory(activations=1.0),) * 3)
-    return choose(
-        ExampleCost(FACTORS, **OPTIONS), Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1.0)
-    )
+    return choose(ExampleCost(FACTORS, **OPTIONS), Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1))
 
 
 def test_a_plan_says_where_its_stages_are(tmp_path):

@@ -46,9 +46,7 @@ def logs_of(times):
         return np.log([closed_form(figure, rates) for figure in times])
 
     def slopes(at):
-        return np.stack(
-            [(predicted(at + unit) - predicted(at - unit)) / 2e-5 for unit in 1e-5 * np.eye(len(at))], axis=1
-        )
+        return np.stack([(predicted(at + u) - predicted(at - u)) / 2e-5 for u in 1e-5 * np.eye(len(at))], axis=1)
 
     return predicted, slopes
 

@@ -80,9 +80,7 @@ def _row(
 
 
 def _allowed(row: Mapping[str, Any], rules: Sequence[Rule]) -> bool:
-    return all(
-        rule.holds(*(row[name] for name in rule.factors)) for rule in rules if all(name in row for name in rule.factors)
-    )
+    return all(rule.holds(*(row[n] for n in rule.factors)) for rule in rules if all(n in row for n in rule.factors))
 
 
 def _pairs(row: Mapping[str, Any]) -> set[frozenset[Choice]]:

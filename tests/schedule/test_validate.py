@@ -147,9 +147,7 @@ def test_outputs_that_no_gradient_answers_are_bounded():
 
     def stage_by_stage(count):
         each = [Unit(m, 0) for m in range(count)]
-        return [
-            [Action(Op.FORWARD, stage, unit) for stage in around.stages_on(place) for unit in each] for place in (0, 1)
-        ]
+        return [[Action(Op.FORWARD, stage, unit) for stage in around.stages_on(p) for unit in each] for p in (0, 1)]
 
     assert not stream_deadlock(with_messages(stage_by_stage(count), around), placement=around)
     with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):

@@ -6,8 +6,9 @@ A collective leaves its tensors as they are, and what is gathered is this rank's
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from unittest import mock
 
 import torch
 from torch import distributed as dist
+from torch.utils.data import DataLoader
 
 from ds_terapipe.job import Job
 
@@ -59,10 +61,17 @@ def job(rank: int, world: int, per_node: int) -> Iterator[None]:
             (dist, "init_process_group", begin),
             (dist, "broadcast_object_list", lambda *args, **kwargs: None),
             (torch.cuda, "set_device", lambda device: None),
+            (DataLoader, "__iter__", functools.partialmethod(_without_workers, DataLoader.__iter__)),
         )
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
         yield
+
+
+def _without_workers(loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Iterate in this process: a rank is a daemon, which can't have children, and a fork would copy the mode of fake tensors."""
+    loader.num_workers = loader.timeout = 0
+    return iterate(loader)
 
 
 @contextmanager
