@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-from .actions import Action, Grid, Op
+from .actions import Action, Grid, Group, Op
 from .placement import Placement, placement_of
 
 
@@ -46,7 +46,7 @@ def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | No
 
 
 def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None]]]) -> Iterator[Action]:
-    op, stage, unit = action
+    op, stage, unit, _ = action
     if not op.is_compute:
         raise ValueError(
             f"with_messages: got {action}, must be computations only (F, B and W); the grid was lowered already"
@@ -76,7 +76,7 @@ def with_weight_gradients(
     """
     where = placement_of(len(grid), placement)
     apart = frozenset(range(len(where.stages)) if stages is None else stages)
-    ordered = {stage for row in grid for op, stage, _ in row if op is Op.WEIGHT_GRADIENTS}
+    ordered = {stage for row in grid for op, stage, *_ in row if op is Op.WEIGHT_GRADIENTS}
     kept = ([each for each in row if each.op is not Op.WEIGHT_GRADIENTS or each.stage in apart] for row in grid)
     return [list(_then_weights(row, apart - ordered, each_slice)) for row in kept]
 
@@ -84,25 +84,27 @@ def with_weight_gradients(
 def covered_slices(row: Sequence[Action], slices: Sequence[int]) -> dict[Action, range]:
     """Return the slices whose weight gradients each ``W`` of a place makes: its own and later ones that remain.
 
+    Each group of a stage's layers has slices of its own that remain.
+
     Args:
         row: actions of a place.
         slices: number of slices of each micro-batch.
     """
     found: dict[Action, range] = {}
-    made: dict[tuple[int, int], int] = {}
+    made: dict[tuple[int, int, Group], int] = {}
     for action in row:
         if action.op is Op.WEIGHT_GRADIENTS:
-            _, stage, (micro_batch, first) = action
-            found[action] = range(first, made.get((stage, micro_batch), slices[micro_batch]))
-            made[stage, micro_batch] = first
+            _, stage, (micro_batch, first), group = action
+            found[action] = range(first, made.get((stage, micro_batch, group), slices[micro_batch]))
+            made[stage, micro_batch, group] = first
     return found
 
 
 def _then_weights(row: Sequence[Action], stages: frozenset[int], each_slice: bool) -> Iterator[Action]:
-    sent = {(stage, unit) for op, stage, unit in row if op is Op.SEND_BACKWARD}
+    sent = {(stage, unit) for op, stage, unit, _ in row if op is Op.SEND_BACKWARD}
     due: list[Action] = []
     for action, following in zip_longest(row, row[1:]):
-        op, stage, unit = action
+        op, stage, unit, _ = action
         yield action
         ends = op is (Op.SEND_BACKWARD if (stage, unit) in sent else Op.BACKWARD)
         if ends and stage in stages and (each_slice or unit.slice == 0):

@@ -37,7 +37,8 @@ def test_dropping_or_duplicating_any_action_is_found(name, placement, slices, da
     plain, lowered = order(name, placement, slices), data.draw(st.booleans())
     grid = with_messages(plain, placement) if lowered else plain
     row = data.draw(st.sampled_from([row for row in grid if row]))
-    at = data.draw(st.integers(0, len(row) - 1))
+    # the weight gradients of slice 0 would make those of a later one that are left out
+    at = data.draw(st.sampled_from([i for i, a in enumerate(row) if a.op is not Op.WEIGHT_GRADIENTS or a.unit[1] == 0]))
     if data.draw(st.booleans()):
         del row[at]
     else:
@@ -85,6 +86,11 @@ DAMAGE = [
     ((lowered("1f1b", [3, 3], 2, True), "1f1b", [3, 3], None), [
         (1, " 1W1.0", "", r"1W1\.0 is missing", ""),
         (1, "1W1.0", "1W1.0 1W1.1", "1W1.1 comes after 1W1.0, which has made them", ""),
+        (1, "1W1.0", "1W1.0/0of2", r"1W1\.0/1of2 is missing", ""),
+        (1, "1W1.0", "1W1.0/0of2 1W1.0/0of2", r"1W1\.0/0of2 is there a second time", ""),
+        (1, "1W1.0", "1W1.0/0of2 1W1.0", r"1W1\.0 comes after others of its micro-batch that name another", ""),
+        (1, "1W1.0", "1W1.0/2of2", "names a group that does not exist", ""),
+        (1, "1B1.0", "1W1.0/0of2 1B1.0", r"1W1\.0/0of2 needs 1B1\.0 before it: it is the backward that they", ""),
     ]),
 ]  # fmt: skip
 
@@ -134,7 +140,7 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
         validate(frozen, [1, 1], "1f1b", Placement.of([0, 0], forward_only=1))
 
 
-@given(strategies.names, strategies.stages, strategies.even_slices)
+@given(st.sampled_from(["1f1b", "terapipe"]), strategies.stages, strategies.even_slices)
 def test_a_dry_run_takes_the_textbook_number_of_steps(name, stages, slices):
     assert dry_run(order(name, stages, slices)) == 2 * (sum(slices) + stages - 1)
     assert dry_run(forward_only(stages, slices)) == sum(slices) + stages - 1
