@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
 from .actions import Action, Grid, Group, Op
 from .placement import Placement, placement_of
+from .replay import replay
+from .streams import Channel, channel_of
 
 
 def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
@@ -16,7 +19,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     right after, so each channel, that is one direction between two consecutive stages, carries units in the order in which
     both ends compute them. Forward and backward traffic are separate channels. Stages that follow each other on one place
     send each other nothing, and nothing is sent back to a forward-only stage. Sends are meant to be asynchronous, receives to
-    wait.
+    wait. Where places have several stages, a result may be ready long before it is needed: it is sent when the one before it
+    on its channel has been taken.
 
     Args:
         grid: computations, one list per place. It is not changed.
@@ -27,7 +31,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     """
     where = placement_of(len(grid), placement)
     around = [_messages(where, stage) for stage in range(len(where.stages))]
-    return [[lowered for action in row for lowered in _around(action, around)] for row in grid]
+    lowered = [[made for action in row for made in _around(action, around)] for row in grid]
+    return lowered if where.is_plain else _sent_in_time(lowered, where)
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
@@ -57,6 +62,34 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
     yield action
     if after is not None:
         yield Action(after, stage, unit)
+
+
+def _sent_in_time(grid: list[list[Action]], where: Placement) -> list[list[Action]]:
+    """The same with each send at the time at which the message before it is taken, if that is later than its result.
+
+    Computations have equal length. On one hardware queue a message holds all that is issued after it until it is taken
+    (`hardware_queue`): units that go around the places in groups of more than there are places would lock up. A stage that
+    does not go backward sends at once, and waits, since nothing else holds its outputs.
+    """
+    found = replay(grid, lambda action: 1, placement=where)
+    if found.stuck:
+        return grid
+    trained = {action.stage for row in grid for action in row if action.op is Op.BACKWARD}
+    taken: dict[Channel, list[float]] = defaultdict(lambda: [0.0])
+    for row, intervals in zip(grid, found.intervals, strict=True):
+        for action, interval in zip(row, intervals, strict=True):
+            if action.op.is_receive:
+                taken[channel_of(action)].append(interval.end)
+    before = {channel: iter(times) for channel, times in taken.items()}
+    rows = []
+    for row, intervals in zip(grid, found.intervals, strict=True):
+        times = []
+        for index, (action, (_, end)) in enumerate(zip(row, intervals, strict=True)):
+            least = next(before[channel_of(action)]) if action.op.is_send and action.stage in trained else end
+            # of what ends at one time, what was held back is the last: the receives before it let others go on
+            times.append((max(end, least), least > end, index))
+        rows.append([row[index] for *_, index in sorted(times)])
+    return rows
 
 
 def with_weight_gradients(

@@ -199,6 +199,17 @@ def test_a_part_is_that_of_its_slices(name, late):
         assert_same(parts[index], gradients_of_the_whole(net, x[:, span.start : span.stop]))
 
 
+def test_layers_are_made_apart_and_a_tied_weight_of_several_at_once():
+    (net, x), keeper = made("tied"), WeightGradients()
+    want = gradients_of_the_whole(net, x)
+    run_sliced(net, x, UNEVEN, keeper)
+    keeper.make(0, 0, lambda weight: weight is net.linear.weight)
+    first = take(net)
+    keeper.make(0, 0, lambda weight: weight is net.table.weight)
+    assert set(first) == {"linear.weight", "linear.bias"} and keeper.kept_bytes == 0
+    assert_same(first | take(net), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[1, 2, 200, 5], [40] * 7])
 def test_any_lengths_are_all_in_the_products(lengths, dtype):

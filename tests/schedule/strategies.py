@@ -57,7 +57,7 @@ def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
 LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
 slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
-few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6) | st.lists(st.integers(4, 9), min_size=1, max_size=2)
 
 KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2, 1, 0))
 
@@ -71,6 +71,9 @@ def placements(draw: st.DrawFn) -> Placement:
         numbers = {place: len(numbers) - 1 - number for place, number in numbers.items()}
     chosen = draw(st.sampled_from(KNOWN_PLACES) | st.just(tuple(numbers[place] for place in places)))
     return Placement.of(chosen, forward_only=draw(st.integers(0, len(chosen) - 1)))
+
+
+in_turn = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4))
 
 
 def grid_of(*rows: str) -> list[list[Action]]:

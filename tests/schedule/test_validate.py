@@ -37,8 +37,8 @@ def test_dropping_or_duplicating_any_action_is_found(name, placement, slices, da
     plain, lowered = order(name, placement, slices), data.draw(st.booleans())
     grid = with_messages(plain, placement) if lowered else plain
     row = data.draw(st.sampled_from([row for row in grid if row]))
-    # the weight gradients of slice 0 would make those of a later one that are left out
-    at = data.draw(st.sampled_from([i for i, a in enumerate(row) if a.op is not Op.WEIGHT_GRADIENTS or a.unit[1] == 0]))
+    # weight gradients that are left out would be made with others, or in backward passes
+    at = data.draw(st.sampled_from([i for i, a in enumerate(row) if a.op is not Op.WEIGHT_GRADIENTS]))
     if data.draw(st.booleans()):
         del row[at]
     else:
@@ -173,9 +173,8 @@ def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, 
     if locks:
         with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
             validate(grid, [1] * len(each), None, placement)
-    else:  # with many hardware queues
-        with pytest.raises(ScheduleError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
-            validate(grid, [1] * len(each), None, placement)
+    else:
+        validate(grid, [1] * len(each), None, placement)
 
 
 @given(strategies.placements(), strategies.few_slices, st.booleans(), st.integers(0, 2**32 - 1))
