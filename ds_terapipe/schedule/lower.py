@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
 from .actions import Action, Grid, Group, Op
+from .hardware_queue import queue_deadlock
 from .placement import Placement, placement_of
 from .replay import replay
-from .streams import Channel, channel_of
+from .streams import POSTED_AHEAD, Channel, channel_of
 
 
 def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
@@ -19,8 +20,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     right after, so each channel, that is one direction between two consecutive stages, carries units in the order in which
     both ends compute them. Forward and backward traffic are separate channels. Stages that follow each other on one place
     send each other nothing, and nothing is sent back to a forward-only stage. Sends are meant to be asynchronous, receives to
-    wait. Where places have several stages, a result may be ready long before it is needed: it is sent when the one before it
-    on its channel has been taken.
+    wait. Where places have several stages, results may be ready so long before they are needed that their messages lock up one
+    hardware queue: then each is sent when the one before it on its channel has been taken.
 
     Args:
         grid: computations, one list per place. It is not changed.
@@ -32,7 +33,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     where = placement_of(len(grid), placement)
     around = [_messages(where, stage) for stage in range(len(where.stages))]
     lowered = [[made for action in row for made in _around(action, around)] for row in grid]
-    return lowered if where.is_plain else _sent_in_time(lowered, where)
+    locks_up = not where.is_plain and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
+    return _sent_in_time(lowered, where) if locks_up else lowered
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
@@ -68,8 +70,8 @@ def _sent_in_time(grid: list[list[Action]], where: Placement) -> list[list[Actio
     """The same with each send at the time at which the message before it is taken, if that is later than its result.
 
     Computations have equal length. On one hardware queue a message holds all that is issued after it until it is taken
-    (`hardware_queue`): units that go around the places in groups of more than there are places would lock up. A stage that
-    does not go backward sends at once, and waits, since nothing else holds its outputs.
+    (`hardware_queue`), e.g. of units that go around the places in groups of more than there are places. A stage that does not
+    go backward sends at once, and waits, since nothing else holds its outputs.
     """
     found = replay(grid, lambda action: 1, placement=where)
     if found.stuck:

@@ -183,31 +183,19 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_part_is_that_of_its_slices(name, late):
-    """Made right behind the slice's backward, or behind all of them."""
-    (net, x), keeper, parts = made(name), WeightGradients(), {}
-
-    def make(index):
-        keeper.make(0, index)
-        parts[index] = take(net)
-
-    run_sliced(net, x, UNEVEN, keeper, (lambda index: None) if late else make)
-    for index in (3, 2, 1, 0) if late else ():
-        make(index)
-    for index, span in enumerate(spans(UNEVEN)):
-        assert_same(parts[index], gradients_of_the_whole(net, x[:, span.start : span.stop]))
-
-
-def test_layers_are_made_apart_and_a_tied_weight_of_several_at_once():
-    (net, x), keeper = made("tied"), WeightGradients()
-    want = gradients_of_the_whole(net, x)
+def test_a_part_is_that_of_its_slices_and_layers(name):
+    """A tied weight is made in all of its layers at once."""
+    (net, x), keeper = made(name), WeightGradients()
+    weights = {name: weight for name, weight in net.named_parameters() if weight.dim() == 2}
     run_sliced(net, x, UNEVEN, keeper)
-    keeper.make(0, 0, lambda weight: weight is net.linear.weight)
-    first = take(net)
-    keeper.make(0, 0, lambda weight: weight is net.table.weight)
-    assert set(first) == {"linear.weight", "linear.bias"} and keeper.kept_bytes == 0
-    assert_same(first | take(net), want)
+    for index, span in reversed(list(enumerate(spans(UNEVEN)))):
+        want = gradients_of_the_whole(net, x[:, span.start : span.stop])
+        for name, weight in weights.items():
+            keeper.make(0, index, lambda each, weight=weight: each is weight)
+            part = take(net)
+            assert part.keys() == {n for n in want if n.rpartition(".")[0] == name.rpartition(".")[0]}
+            assert_same(part, {name: want[name] for name in part})
+    assert keeper.kept_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -57,7 +57,8 @@ def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
 LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
 slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
-few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6) | st.lists(st.integers(4, 9), min_size=1, max_size=2)
+few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+few_or_long = few_slices | st.lists(st.integers(4, 9), min_size=1, max_size=2)
 
 KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2, 1, 0))
 

@@ -48,7 +48,7 @@ def ended(programs: Any, queue_of: Any = lambda stream: None) -> bool:
 
 
 @settings(deadline=None)
-@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_slices, st.booleans())
+@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long, st.booleans())
 def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, weights):
     for grid in (lowered(name, placement, slices, weights), with_messages(forward_only(placement, slices), placement)):
         assert not queue_deadlock(grid) and not queue_deadlock(grid, posted_ahead=0)
