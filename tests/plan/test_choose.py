@@ -81,6 +81,12 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
 
 
+@pytest.mark.parametrize("weights", [0.0, 2e-5])
+def test_waits_are_filled_where_there_are_weight_gradients(weights):
+    found = choose(ExampleCost([1.0] * 4, weights=weights), Request(512, 4, 2, weights_once=True))
+    assert (found.schedule == "zero_bubble") == (weights > 0)
+
+
 def fits(request, schedule, lengths):
     uses = memory_use(request.memory, schedule, lengths, request.micro_batches, request.weights_once)
     return request.memory_gb is None or max(use.total for use in uses) <= request.memory_gb * 1e9

@@ -32,9 +32,6 @@ from ds_terapipe.schedule.hardware_queue import queue_deadlock
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
 SCHEDULES = " or ".join(f'"{name}"' for name in NAMES)  # as errors list them
-even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
-
-
 HALVES = Group(0, 2), Group(1, 2)
 
 
@@ -56,7 +53,6 @@ def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
 
 LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
-slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 few_or_long = few_slices | st.lists(st.integers(4, 9), min_size=1, max_size=2)
 

@@ -106,16 +106,12 @@ def test_filling_moves_no_pass_and_delays_none_where_memory_is_free(name, stages
     seconds = {a: sum(times[a._replace(unit=Unit(a.unit[0], i))] for i in found) for a, found in made.items()}
     taken = simulate(grid, lambda action: seconds.get(action) or times[action])
     alone = simulate(passes, times.__getitem__)
+    most, takes = 2 * max(place.peak_units for place in alone.places), {Op.FORWARD: 2, Op.BACKWARD: -1}
     ends = [
-        [
-            [(a, i.end) for a, i in zip(*row, strict=True) if a.op in (Op.FORWARD, Op.BACKWARD)]
-            for row in zip(*each[:2], strict=True)
-        ]
+        {a: i.end for row in zip(*each[:2], strict=True) for a, i in zip(*row, strict=True) if a.op in takes}
         for each in (alone, taken)
     ]
-    assert [[a for a, _ in row] for row in ends[0]] == [[a for a, _ in row] for row in ends[1]]
-    assert not free or ends[1] == [[(a, pytest.approx(end)) for a, end in row] for row in ends[0]]
-    most, takes = 2 * max(place.peak_units for place in alone.places), {Op.FORWARD: 2, Op.BACKWARD: -1}
+    assert list(ends[0]) == list(ends[1]) and (not free or ends[1] == pytest.approx(ends[0]))
     for row in grid if not free else ():
         assert max(itertools.accumulate(takes.get(a.op, -len(made.get(a, ()))) for a in row)) <= most
 
