@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,9 @@ class LayerRange:
     ) -> None:
         self.functions, self.first = list(functions), first
         self._names = [_name_of(layer) for layer in functions]
-        self.modules = [module for layer in functions for module in modules_of(layer)]
+        self._modules = [list(modules_of(layer)) for layer in functions]
+        self.modules = list(chain.from_iterable(self._modules))
+        self._layer_of: dict[int, int] = {}
         self._entering, self._leaving, self._module = entering, leaving, module
         # number of layers before these in DeepSpeed's count of this process
         self._start = 0 if module is None else ModelChunks(module).entries.start
@@ -80,6 +83,18 @@ class LayerRange:
     def last(self) -> str:
         """Name of the last layer for errors."""
         return self.text(self.first + len(self.functions) - 1)
+
+    def layer_of(self, parameter: Tensor) -> int:
+        """Return the index of the first layer with a parameter; 0 for one that is in no module of theirs."""
+        if id(parameter) not in self._layer_of:
+            found = (
+                (id(known), index)
+                for index, layer in reversed(list(enumerate(self._modules)))
+                for module in layer
+                for known in module.parameters()
+            )
+            self._layer_of = {id(parameter): 0, **dict(found)}
+        return self._layer_of[id(parameter)]
 
     def _forward(self, inputs: Any, first: int = 0) -> Any:
         module = self._module

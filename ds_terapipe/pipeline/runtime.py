@@ -223,7 +223,10 @@ class PipelineRuntime:
 
     def execute(self, action: Action) -> None:
         """Run one action of this place."""
-        self._ACTIONS[action.op](self, action.stage, action.unit)
+        if action.op is Op.WEIGHT_GRADIENTS:
+            self.stages[action.stage].make_weight_gradients(action.unit, action.group)
+        else:
+            self._ACTIONS[action.op](self, action.stage, action.unit)
 
     def _forward(self, number: int, unit: Unit) -> None:
         stage, span = self.stages[number], self._batch.span(unit)
@@ -293,7 +296,6 @@ class PipelineRuntime:
     _ACTIONS: dict[Op, Callable[[Any, int, Unit], None]] = {
         Op.FORWARD: _forward,
         Op.BACKWARD: _backward,
-        Op.WEIGHT_GRADIENTS: lambda self, number, unit: self.stages[number].make_weight_gradients(unit),
         Op.SEND_FORWARD: _send_forward,
         Op.RECV_FORWARD: _receive_forward,
         Op.SEND_BACKWARD: _send_backward,

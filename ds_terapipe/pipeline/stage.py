@@ -24,7 +24,7 @@ from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.slicing import aliases, as_tuple
-from ds_terapipe.schedule import Unit
+from ds_terapipe.schedule import ALL, Group, Unit
 
 Autocast: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
@@ -103,7 +103,8 @@ class Stage:
         self._batch = StepBatch()
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
-        self._making: set[int] = set()  # micro-batches with some of their weight gradients made
+        # micro-batches with some of their weight gradients made, and how many groups of layers have all
+        self._making: dict[int, int] = {}
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
         """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
@@ -169,13 +170,17 @@ class Stage:
     def _parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for module in self.layers.modules for parameter in module.parameters())
 
-    def make_weight_gradients(self, unit: Unit) -> None:
-        """Make the weight gradients of the unit's slice and later slices of its micro-batch."""
-        self._memory.weight_gradients(self.number, self.weight_gradients)
-        first, last = unit.micro_batch not in self._making, unit.slice == 0
-        (self._making.discard if last else self._making.add)(unit.micro_batch)
-        with self._gradients.around(first, last):
-            self.weight_gradients.make(unit.micro_batch, unit.slice)
+    def make_weight_gradients(self, unit: Unit, group: Group = ALL) -> None:
+        """Make the weight gradients of the unit's slice and later slices of its micro-batch, in a group of the layers."""
+        micro_batch, first_slice = unit
+        first, made = micro_batch not in self._making, self._making.pop(micro_batch, 0) + (first_slice == 0)
+        last, layers = made == group.groups, group.layers(len(self.layers.functions))
+        if not last:
+            self._making[micro_batch] = made
+        of = None if group == ALL else (lambda weight: self.layers.layer_of(weight) in layers)
+        made_here = self._memory.weight_gradients(self.number, self.weight_gradients)
+        with self._gradients.around(first, last), made_here:
+            self.weight_gradients.make(micro_batch, first_slice, of)
 
     @property
     def left_over(self) -> int:

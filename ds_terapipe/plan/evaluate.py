@@ -133,9 +133,9 @@ class StepTimes:
         covered = {action: found for row in grid for action, found in covered_slices(row, counts).items()}
 
         def compute(action: Action) -> float:
-            op, stage, unit = action
+            op, stage, unit, group = action
             if op is Op.WEIGHT_GRADIENTS:
-                return float(weights[stage] * sum(lengths[i] for i in covered[action]) / total)
+                return float(weights[stage] * sum(lengths[i] for i in covered[action]) / (total * group.groups))
             return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
 
         def message(action: Action) -> float:

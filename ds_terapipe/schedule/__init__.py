@@ -8,7 +8,7 @@ actions.
 
 from __future__ import annotations
 
-from .actions import Action, Grid, Op, Unit
+from .actions import ALL, Action, Grid, Group, Op, Unit
 from .lower import covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
@@ -20,6 +20,7 @@ from .timeline import Panel
 from .validate import ScheduleError, dry_run, validate
 
 __all__ = [
+    "ALL",
     "EVAL_SENT_KEPT",
     "NAMES",
     "POSTED_AHEAD",
@@ -28,6 +29,7 @@ __all__ = [
     "Channel",
     "Dependencies",
     "Grid",
+    "Group",
     "Interval",
     "Op",
     "Panel",

@@ -21,7 +21,7 @@ class Op(str, Enum):
 
     Where a stage makes weight gradients apart from its backward passes, ``W`` makes them. Slices of a micro-batch go
     backward in descending order: ``W0.2`` makes the remaining ones of slices 2 and later of micro-batch 0. ``W0.0``,
-    which always exists, makes the last. One per micro-batch is ``W0.0`` alone.
+    which always exists, makes the last. One per micro-batch is ``W0.0`` alone. ``W0.2/1of4`` makes those of a `Group`.
     """
 
     FORWARD = "F"
@@ -69,15 +69,40 @@ class Unit(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
+class Group(NamedTuple):
+    """One of several groups of a stage's layers, in their order, as even as numbers of layers can be.
+
+    Text form behind a weight gradient: ``/1of4``; nothing for all layers.
+    """
+
+    number: int
+    groups: int
+
+    def __str__(self) -> str:
+        return "" if self.groups == 1 else f"/{self.number}of{self.groups}"
+
+    def layers(self, total: int) -> range:
+        """The group's layers, by their index in a stage of ``total`` layers."""
+        return range(self.number * total // self.groups, (self.number + 1) * total // self.groups)
+
+
+ALL = Group(0, 1)
+"""All layers of a stage."""
+
+
 class Action(NamedTuple):
-    """One thing that one stage does with one unit. Text form: ``2F0.3``, ``1SEND_F0.3``."""
+    """One thing that one stage does with one unit; weight gradients may be those of a group of its layers.
+
+    Text form: ``2F0.3``, ``1SEND_F0.3``, ``2W0.3/1of4``.
+    """
 
     op: Op
     stage: int
     unit: Unit
+    group: Group = ALL
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}{self.unit}"
+        return f"{self.stage}{self.op}{self.unit}{self.group}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -86,10 +111,11 @@ class Action(NamedTuple):
     def from_text(cls, text: str) -> Action:
         """The exact inverse of ``str(action)``; any other text is a ValueError."""
         match = _ACTION.fullmatch(text)
-        if match is None:
+        if match is None or (match[5] is not None and match[2] != Op.WEIGHT_GRADIENTS):
             ops = ", ".join(Op)
             raise ValueError(f"action: got {text!r}, must be <stage><op><micro-batch>.<slice>, e.g. 2F0.3 (op: {ops})")
-        return cls(Op(match[2]), int(match[1]), Unit(int(match[3]), int(match[4])))
+        group = ALL if match[5] is None else Group(int(match[5]), int(match[6]))
+        return cls(Op(match[2]), int(match[1]), Unit(int(match[3]), int(match[4])), group)
 
     @property
     def peer(self) -> int | None:
@@ -109,7 +135,8 @@ Grid: TypeAlias = Sequence[Sequence[Action]]
 """A schedule: ``grid[place]`` lists the actions of that place's stages in the order in which it executes them."""
 
 _UNIT = re.compile(rf"{_NUMBER}\.{_NUMBER}")
-_ACTION = re.compile(rf"{_NUMBER}(W|(?:SEND_|RECV_)?[FB]){_NUMBER}\.{_NUMBER}")
+_GROUP = rf"(?:/{_NUMBER}of([2-9]|[1-9][0-9]+))?"
+_ACTION = re.compile(rf"{_NUMBER}(W|(?:SEND_|RECV_)?[FB]){_NUMBER}\.{_NUMBER}{_GROUP}")
 _COUNTERPART = {
     Op.SEND_FORWARD: Op.RECV_FORWARD,
     Op.RECV_FORWARD: Op.SEND_FORWARD,

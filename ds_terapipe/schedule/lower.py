@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 
-from .actions import Action, Grid, Op
+from .actions import Action, Grid, Group, Op
+from .hardware_queue import queue_deadlock
 from .placement import Placement, placement_of
+from .replay import replay
+from .streams import POSTED_AHEAD, Channel, channel_of
 
 
 def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
@@ -16,7 +20,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     right after, so each channel, that is one direction between two consecutive stages, carries units in the order in which
     both ends compute them. Forward and backward traffic are separate channels. Stages that follow each other on one place
     send each other nothing, and nothing is sent back to a forward-only stage. Sends are meant to be asynchronous, receives to
-    wait.
+    wait. Where places have several stages, results may be ready so long before they are needed that their messages lock up one
+    hardware queue: then each is sent when the one before it on its channel has been taken.
 
     Args:
         grid: computations, one list per place. It is not changed.
@@ -27,7 +32,9 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     """
     where = placement_of(len(grid), placement)
     around = [_messages(where, stage) for stage in range(len(where.stages))]
-    return [[lowered for action in row for lowered in _around(action, around)] for row in grid]
+    lowered = [[made for action in row for made in _around(action, around)] for row in grid]
+    locks_up = not where.is_plain and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
+    return _sent_in_time(lowered, where) if locks_up else lowered
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
@@ -46,7 +53,7 @@ def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | No
 
 
 def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None]]]) -> Iterator[Action]:
-    op, stage, unit = action
+    op, stage, unit, _ = action
     if not op.is_compute:
         raise ValueError(
             f"with_messages: got {action}, must be computations only (F, B and W); the grid was lowered already"
@@ -57,6 +64,34 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
     yield action
     if after is not None:
         yield Action(after, stage, unit)
+
+
+def _sent_in_time(grid: list[list[Action]], where: Placement) -> list[list[Action]]:
+    """The same with each send at the time at which the message before it is taken, if that is later than its result.
+
+    Computations have equal length. On one hardware queue a message holds all that is issued after it until it is taken
+    (`hardware_queue`), e.g. of units that go around the places in groups of more than there are places. A stage that does not
+    go backward sends at once, and waits, since nothing else holds its outputs.
+    """
+    found = replay(grid, lambda action: 1, placement=where)
+    if found.stuck:
+        return grid
+    trained = {action.stage for row in grid for action in row if action.op is Op.BACKWARD}
+    taken: dict[Channel, list[float]] = defaultdict(lambda: [0.0])
+    for row, intervals in zip(grid, found.intervals, strict=True):
+        for action, interval in zip(row, intervals, strict=True):
+            if action.op.is_receive:
+                taken[channel_of(action)].append(interval.end)
+    before = {channel: iter(times) for channel, times in taken.items()}
+    rows = []
+    for row, intervals in zip(grid, found.intervals, strict=True):
+        times = []
+        for index, (action, (_, end)) in enumerate(zip(row, intervals, strict=True)):
+            least = next(before[channel_of(action)]) if action.op.is_send and action.stage in trained else end
+            # of what ends at one time, what was held back is the last: the receives before it let others go on
+            times.append((max(end, least), least > end, index))
+        rows.append([row[index] for *_, index in sorted(times)])
+    return rows
 
 
 def with_weight_gradients(
@@ -76,7 +111,7 @@ def with_weight_gradients(
     """
     where = placement_of(len(grid), placement)
     apart = frozenset(range(len(where.stages)) if stages is None else stages)
-    ordered = {stage for row in grid for op, stage, _ in row if op is Op.WEIGHT_GRADIENTS}
+    ordered = {stage for row in grid for op, stage, *_ in row if op is Op.WEIGHT_GRADIENTS}
     kept = ([each for each in row if each.op is not Op.WEIGHT_GRADIENTS or each.stage in apart] for row in grid)
     return [list(_then_weights(row, apart - ordered, each_slice)) for row in kept]
 
@@ -84,25 +119,27 @@ def with_weight_gradients(
 def covered_slices(row: Sequence[Action], slices: Sequence[int]) -> dict[Action, range]:
     """Return the slices whose weight gradients each ``W`` of a place makes: its own and later ones that remain.
 
+    Each group of a stage's layers has slices of its own that remain.
+
     Args:
         row: actions of a place.
         slices: number of slices of each micro-batch.
     """
     found: dict[Action, range] = {}
-    made: dict[tuple[int, int], int] = {}
+    made: dict[tuple[int, int, Group], int] = {}
     for action in row:
         if action.op is Op.WEIGHT_GRADIENTS:
-            _, stage, (micro_batch, first) = action
-            found[action] = range(first, made.get((stage, micro_batch), slices[micro_batch]))
-            made[stage, micro_batch] = first
+            _, stage, (micro_batch, first), group = action
+            found[action] = range(first, made.get((stage, micro_batch, group), slices[micro_batch]))
+            made[stage, micro_batch, group] = first
     return found
 
 
 def _then_weights(row: Sequence[Action], stages: frozenset[int], each_slice: bool) -> Iterator[Action]:
-    sent = {(stage, unit) for op, stage, unit in row if op is Op.SEND_BACKWARD}
+    sent = {(stage, unit) for op, stage, unit, _ in row if op is Op.SEND_BACKWARD}
     due: list[Action] = []
     for action, following in zip_longest(row, row[1:]):
-        op, stage, unit = action
+        op, stage, unit, _ = action
         yield action
         ends = op is (Op.SEND_BACKWARD if (stage, unit) in sent else Op.BACKWARD)
         if ends and stage in stages and (each_slice or unit.slice == 0):

@@ -164,7 +164,7 @@ def _advance(
     at = ends[-1] if ends else 0
     for index in range(len(ends), len(row)):
         action = row[index]
-        op, stage, unit = action
+        op, stage, unit, _ = action
         if op is _F or op is _B or op is _W:
             actions.append(action)
             after.append(at)

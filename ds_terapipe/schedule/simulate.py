@@ -113,7 +113,7 @@ def simulate(
 
 def _busy(graph: Dependencies, durations: Sequence[float], where: Placement) -> list[float]:
     of_stage = [0.0] * len(where.stages)
-    for (op, stage, _), seconds in zip(graph.actions, durations, strict=True):
+    for (op, stage, *_), seconds in zip(graph.actions, durations, strict=True):
         if op in _COMPUTE:
             of_stage[stage] += seconds
     return [sum(of_stage[stage] for stage in where.stages_on(place)) for place in range(where.places)]
@@ -127,7 +127,7 @@ def _computations(graph: Dependencies, durations: Sequence[float]) -> list[float
 def _evened(graph: Dependencies, durations: Sequence[float]) -> list[float]:
     """Durations of the same total for each kind of computation, the same for all its units and stages; no messages."""
     total, count = dict.fromkeys(_COMPUTE, 0.0), dict.fromkeys(_COMPUTE, 0)
-    for (op, _, _), seconds in zip(graph.actions, durations, strict=True):
+    for (op, *_), seconds in zip(graph.actions, durations, strict=True):
         if op in _COMPUTE:
             total[op] += seconds
             count[op] += 1
@@ -145,7 +145,7 @@ def _peaks(
     trained = {action.stage for action in row if action.op is Op.BACKWARD}
     forward: dict[tuple[int, Unit], tuple[int, float]] = {}
     for action in row:
-        op, stage, unit = action
+        op, stage, unit, _ = action
         if op is Op.FORWARD and stage in trained:
             size = tokens(action) if tokens else 0, held(action) if held else 0.0
             forward[stage, unit] = size

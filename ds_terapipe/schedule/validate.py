@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .actions import Action, Grid, Op, Unit
+from .actions import ALL, Action, Grid, Group, Op, Unit
 from .hardware_queue import queue_deadlock
 from .lower import has_messages, with_messages
 from .orders import FORWARD_ONLY, peak_live_units
@@ -30,7 +30,7 @@ def validate(grid: Grid, slices: Sequence[int], name: str | None = None, placeme
     - No place waits for ever: neither where sends are buffered and receives wait, nor where a channel's messages run one
       behind the other and few may wait to be taken (`streams`), nor where all streams share one queue (`hardware_queue`).
     - A stage that makes weight gradients of its own makes them for every micro-batch: in descending order of slices, each after
-      the backward of its slice, slice 0 last.
+      the backward of its slice, slice 0 last; where they are made by groups of layers, so for each group.
     - Live units on each place stay within the bound of the schedule's name.
 
     A grid without any message is a compute order: it is checked as `lower.with_messages` completes it. In a grid with
@@ -117,25 +117,35 @@ def _check_place(checked: _Checked, place: int) -> None:
         if Op.BACKWARD in expected.get(stage, ()):
             expected[stage].append(Op.WEIGHT_GRADIENTS)
     done: set[Action] = set()
+    counts: dict[tuple[int, int], int] = {}
     for index, action in enumerate(grid[place]):
         problem = _misplaced(action, checked, place, expected)
         if problem is None and action in done:
             problem = f"{action} is there a second time"
         if problem is None:
-            problem = _out_of_turn(action, checked, expected[action.stage], done)
+            problem = _out_of_turn(action, checked, expected[action.stage], done, counts)
         if problem is not None:
             raise _error(problem, grid, checked.where, {place: index})
         done.add(action)
     units = [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
     wanted = [Action(op, stage, unit) for stage in stages for op in expected[stage] for unit in units]
-    absent = [a for a in wanted if a not in done and (a.op is not Op.WEIGHT_GRADIENTS or a.unit.slice == 0)]
+    absent = [a for each in wanted for a in _parts(each, counts) if a not in done]
     if absent:
         more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
         raise _error(f"{absent[0]} is missing{more}", grid, checked.where, {place: len(grid[place])})
 
 
+def _parts(action: Action, counts: Mapping[tuple[int, int], int]) -> Iterator[Action]:
+    """Yield what must be there for an action that is wanted: weight gradients end with slice 0, of each group."""
+    if action.op is not Op.WEIGHT_GRADIENTS:
+        yield action
+    elif action.unit.slice == 0:
+        count = counts.get((action.stage, action.unit.micro_batch), 1)
+        yield from (action._replace(group=Group(index, count)) for index in range(count))
+
+
 def _misplaced(action: Action, checked: _Checked, place: int, expected: Mapping[int, list[Op]]) -> str | None:
-    op, stage, unit = action
+    op, stage, unit, group = action
     if stage not in expected:
         word = row_word(checked.where)
         return f"{action} belongs to stage {stage}" + ("" if word == "stage" else f", which is not on place {place}")
@@ -143,26 +153,35 @@ def _misplaced(action: Action, checked: _Checked, place: int, expected: Mapping[
         return f"{action} names a unit that does not exist; slices of the micro-batches: {list(checked.slices)}"
     if op not in expected[stage]:
         return f"{action} has no place on stage {stage}, which does {', '.join(expected[stage])} only"
+    if not 0 <= group.number < group.groups or (group != ALL and op is not Op.WEIGHT_GRADIENTS):
+        return f"{action} names a group that does not exist; weight gradients have groups, 0 to their number - 1"
     return None
 
 
-def _out_of_turn(action: Action, checked: _Checked, expected: list[Op], done: set[Action]) -> str | None:
-    """Why an action of a place may not come yet, or not any more; None where it may."""
-    op, stage, unit = action
+def _out_of_turn(
+    action: Action, checked: _Checked, expected: list[Op], done: set[Action], counts: dict[tuple[int, int], int]
+) -> str | None:
+    """Why an action of a place may not come yet, or not any more; None where it may.
+
+    ``counts``: number of groups that weight gradients are made in, by stage and micro-batch.
+    """
+    op, stage, unit, group = action
     for need, why in _needs(action, checked, expected):
         if need not in done:
             return f"{action} needs {need} before it: {why}"
     if op is Op.WEIGHT_GRADIENTS:
-        made = [i for i in range(unit.slice) if Action(op, stage, Unit(unit.micro_batch, i)) in done]
-        if made:
-            earlier = Action(op, stage, Unit(unit.micro_batch, made[0]))
-            return f"{action} comes after {earlier}, which has made them: those of later slices are made first"
+        if counts.setdefault((stage, unit.micro_batch), group.groups) != group.groups:
+            return f"{action} comes after others of its micro-batch that name another number of groups"
+        earlier = (action._replace(unit=Unit(unit.micro_batch, index)) for index in range(unit.slice))
+        made = next((each for each in earlier if each in done), None)
+        if made is not None:
+            return f"{action} comes after {made}, which has made them: those of later slices are made first"
     return None
 
 
 def _needs(action: Action, checked: _Checked, expected: list[Op]) -> Iterator[tuple[Action, str]]:
     """The actions of the same place that must come first, each with the reason."""
-    op, stage, unit = action
+    op, stage, unit, _ = action
     if op is Op.FORWARD:
         if unit.slice > 0:
             before = Unit(unit.micro_batch, unit.slice - 1)

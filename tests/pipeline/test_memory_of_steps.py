@@ -64,6 +64,7 @@ SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
     "two slices": (2, "1f1b", 1, "micro_batch", BATCH, "gpt"),
     "uneven": ([18, 15, 9, 6], "1f1b", 1, "micro_batch", BATCH, "gpt"),
     "terapipe": (4, "terapipe", 3, "micro_batch", BATCH, "gpt"),
+    "weight gradients in waits": (4, "zero_bubble", 3, "micro_batch", BATCH, "gpt"),
     "terapipe, by slice": (8, "terapipe", 2, "slice", BATCH, "gpt"),
     # gradients of weights are a good part of what there is, which at the peak are not there yet
     "one sequence": (2, "1f1b", 1, "slice", FEW, "gpt"),

@@ -152,7 +152,7 @@ def test_any_valid_order_on_any_placement_gives_the_gradients_of_the_whole(seed,
     grid = made.grid if once else [[a for a in row if a.op is not Op.WEIGHT_GRADIENTS] for row in made.grid]
     places, kept = assemblies(placement, layers, PlainGradients(len(slices))), list[int]()
 
-    def watched(stage: Stage, make: Callable[..., None], *unit: int) -> None:
+    def watched(stage: Stage, make: Callable[..., None], *unit: Any) -> None:
         kept.append(stage.weight_gradients.kept_bytes)
         make(*unit)
 
@@ -171,7 +171,7 @@ def test_any_valid_order_on_any_placement_gives_the_gradients_of_the_whole(seed,
 
 PLACES = [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [0, 1]
 REAL = [Case(places, forward_only=forward_only) for places in PLACES for forward_only in (0, 1)]
-REAL.append(Case([0, 1, 1, 0], "terapipe", per_token=True))
+REAL += [Case([0, 1, 1, 0], "terapipe", per_token=True), Case([0, 0, 1, 1], "late"), Case([0, 1], "zero_bubble")]
 
 
 def worker(rank: int, world_size: int) -> list[tuple[Any, ...]]:

@@ -183,20 +183,19 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
-@pytest.mark.parametrize("late", [False, True])
-def test_a_part_is_that_of_its_slices(name, late):
-    """Made right behind the slice's backward, or behind all of them."""
-    (net, x), keeper, parts = made(name), WeightGradients(), {}
-
-    def make(index):
-        keeper.make(0, index)
-        parts[index] = take(net)
-
-    run_sliced(net, x, UNEVEN, keeper, (lambda index: None) if late else make)
-    for index in (3, 2, 1, 0) if late else ():
-        make(index)
-    for index, span in enumerate(spans(UNEVEN)):
-        assert_same(parts[index], gradients_of_the_whole(net, x[:, span.start : span.stop]))
+def test_a_part_is_that_of_its_slices_and_layers(name):
+    """A tied weight is made in all of its layers at once."""
+    (net, x), keeper = made(name), WeightGradients()
+    weights = {name: weight for name, weight in net.named_parameters() if weight.dim() == 2}
+    run_sliced(net, x, UNEVEN, keeper)
+    for index, span in reversed(list(enumerate(spans(UNEVEN)))):
+        want = gradients_of_the_whole(net, x[:, span.start : span.stop])
+        for name, weight in weights.items():
+            keeper.make(0, index, lambda each, weight=weight: each is weight)
+            part = take(net)
+            assert part.keys() == {n for n in want if n.rpartition(".")[0] == name.rpartition(".")[0]}
+            assert_same(part, {name: want[name] for name in part})
+    assert keeper.kept_bytes == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -259,9 +258,8 @@ def test_whole_sequences_and_copies_that_autocast_makes_take_no_part():
         torch.testing.assert_close(gradient, want[name], rtol=5e-2, atol=5e-2 * float(want[name].abs().max()))
 
 
-@pytest.mark.parametrize("name", ["tied", "embedding scaled by frequency"])
-def test_gradients_of_a_part_of_the_slices_add_up(name):
-    (net, x), keeper = made(name), WeightGradients()
+def test_gradients_that_are_no_sum_over_slices_wait_for_the_last_part():
+    (net, x), keeper = made("embedding scaled by frequency"), WeightGradients()
     want = gradients_of_the_whole(net, x)
     run_sliced(net, x, UNEVEN, keeper, lambda index: index == 2 or keeper.make(0, index))
     assert keeper.kept_bytes == 0

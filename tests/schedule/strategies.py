@@ -11,8 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
+    ALL,
     NAMES,
     Action,
+    Group,
     Op,
     Placement,
     Schedule,
@@ -30,11 +32,11 @@ from ds_terapipe.schedule.hardware_queue import queue_deadlock
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)
 SCHEDULES = " or ".join(f'"{name}"' for name in NAMES)  # as errors list them
-even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
+HALVES = Group(0, 2), Group(1, 2)
 
 
 def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
-    """1F1B; weight gradients of later slices behind their micro-batch, and those of the others at the end."""
+    """1F1B; weight gradients of later slices behind their micro-batch, and those of the others at the end, in two groups."""
     rows: list[list[Action]] = []
     for row in order("1f1b", placement, slices):
         rows.append([])
@@ -43,15 +45,16 @@ def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
             rows[-1].append(action)
             later = slices[action.unit.micro_batch] // 2
             if action in ended and later:
-                rows[-1].append(Action(Op.WEIGHT_GRADIENTS, action.stage, Unit(action.unit.micro_batch, later)))
-        rows[-1] += [Action(Op.WEIGHT_GRADIENTS, stage, unit) for _, stage, unit in ended]
+                unit = Unit(action.unit.micro_batch, later)
+                rows[-1] += [Action(Op.WEIGHT_GRADIENTS, action.stage, unit, group) for group in HALVES]
+        rows[-1] += [a._replace(op=Op.WEIGHT_GRADIENTS, group=group) for a in ended for group in HALVES[::-1]]
     return rows
 
 
 LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
-slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
+few_or_long = few_slices | st.lists(st.integers(4, 9), min_size=1, max_size=2)
 
 KNOWN_PLACES = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (1, 0), (0, 1, 2, 1, 0))
 
@@ -65,6 +68,9 @@ def placements(draw: st.DrawFn) -> Placement:
         numbers = {place: len(numbers) - 1 - number for place, number in numbers.items()}
     chosen = draw(st.sampled_from(KNOWN_PLACES) | st.just(tuple(numbers[place] for place in places)))
     return Placement.of(chosen, forward_only=draw(st.integers(0, len(chosen) - 1)))
+
+
+in_turn = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4))
 
 
 def grid_of(*rows: str) -> list[list[Action]]:
@@ -88,7 +94,8 @@ def random_grid(
     seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False
 ) -> RandomGrid:
     """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a place's part of it."""
-    choice, run = random.Random(seed), _Run(as_placement(stages), slices, weights, each_slice)
+    groups = () if not weights else HALVES if seed % 3 == 0 else (ALL,)
+    choice, run = random.Random(seed), _Run(as_placement(stages), slices, groups, each_slice)
     while ready := [action for action in run.wanted if action not in run.done and run.may(action)]:
         run.do(choice.choice(ready))
     assert len(run.done) == len(run.wanted)
@@ -108,7 +115,7 @@ def validated(made: RandomGrid) -> RandomGrid:
 class _Run:
     """A job that runs one action at a time."""
 
-    def __init__(self, placement: Placement, slices: Sequence[int], weights: bool, each_slice: bool) -> None:
+    def __init__(self, placement: Placement, slices: Sequence[int], groups: Sequence[Group], each_slice: bool) -> None:
         self.placement, self.grid = placement, [list[Action]() for _ in range(placement.places)]
         self.done: set[Action] = set()
         self._slices, self._each_slice = slices, each_slice
@@ -117,10 +124,11 @@ class _Run:
         stages = range(len(placement.stages))
         self.wanted = [Action(op, stage, unit) for stage in stages for op in self._ops(stage) for unit in units]
         self.wanted += [
-            Action(Op.WEIGHT_GRADIENTS, stage, unit)
+            Action(Op.WEIGHT_GRADIENTS, stage, unit, group)
             for stage in stages[placement.forward_only :]
             for unit in units
-            if weights and (each_slice or unit.slice == 0)
+            for group in groups
+            if each_slice or unit.slice == 0
         ]
 
     def _ops(self, stage: int) -> list[Op]:
@@ -135,7 +143,7 @@ class _Run:
         )
 
     def may(self, action: Action) -> bool:
-        op, stage, unit = action
+        op, stage, unit, group = action
         done, where, (m, i) = self.done, self.placement, unit
         if op.is_receive:
             return self._sent.get((stage, op), [])[:1] == [unit]
@@ -155,12 +163,12 @@ class _Run:
             forward = Action(Op.FORWARD, stage, unit) in done
             return came and forward and (is_last or Action(op, stage, Unit(m, i + 1)) in done)
         if op is Op.WEIGHT_GRADIENTS:
-            later = [Action(op, stage, Unit(m, j)) for j in range(i + 1, self._slices[m] if self._each_slice else 0)]
+            later = [Action(op, stage, Unit(m, j), group) for j in range(i + 1, self._slices[m] * self._each_slice)]
             return Action(Op.BACKWARD, stage, unit) in done and self.done.issuperset(later)
         return Action(Op.FORWARD if op is Op.SEND_FORWARD else Op.BACKWARD, stage, unit) in done
 
     def do(self, action: Action) -> None:
-        op, stage, unit = action
+        op, stage, unit, _ = action
         self.grid[self.placement.place_of(stage)].append(action)
         self.done.add(action)
         if op.is_receive:

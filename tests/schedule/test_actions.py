@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
+    ALL,
     Action,
+    Group,
     Op,
     PlacedStage,
     Placement,
@@ -27,14 +29,20 @@ number = st.integers(0, 10**6)
 units = st.builds(Unit, number, number)
 
 
-@given(st.builds(Action, st.sampled_from(Op), number, units))
+groups = st.integers(1, 99).flatmap(lambda count: st.builds(Group, st.integers(0, count - 1), st.just(count)))
+
+
+@given(
+    st.builds(Action, st.sampled_from(Op), number, units, st.just(ALL))
+    | st.builds(Action, st.just(Op.WEIGHT_GRADIENTS), number, units, groups)
+)
 def test_text_parses_back(action):
     parsed = Action.from_text(str(action))
     assert parsed == action and isinstance(parsed.op, Op) and isinstance(parsed.unit, Unit)
     assert Unit.from_text(str(action.unit)) == action.unit
 
 
-@given(st.text(alphabet="0123FB.SENDRCV_ -", max_size=12))
+@given(st.text(alphabet="0123FBW.SENDRCV_ -/of", max_size=12))
 def test_only_the_exact_text_parses(text):
     try:
         assert str(Action.from_text(text)) == text
@@ -125,6 +133,7 @@ def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placeme
         ordered = [a for a in grid[placement.place_of(stage)] if a.op is Op.WEIGHT_GRADIENTS and a.stage == stage]
         if ordered and apart:  # they stay where the order has them, and make those of every slice once
             assert units == [action.unit for action in ordered]
-            assert sum(map(len, covered_slices(row, slices).values())) == sum(slices)
+            covered = covered_slices(row, slices)
+            assert sum(len(found) / each.group.groups for each, found in covered.items()) == sum(slices)
         else:
             assert sorted(units) == (sorted(wanted) if apart else [])

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
@@ -47,7 +47,8 @@ def ended(programs: Any, queue_of: Any = lambda stream: None) -> bool:
     return all(at[rank] == len(program) for rank, program in programs.items())
 
 
-@given(strategies.names, strategies.placements(), strategies.few_slices, st.booleans())
+@settings(deadline=None)
+@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long, st.booleans())
 def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, weights):
     for grid in (lowered(name, placement, slices, weights), with_messages(forward_only(placement, slices), placement)):
         assert not queue_deadlock(grid) and not queue_deadlock(grid, posted_ahead=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import pytest
@@ -16,6 +17,7 @@ from ds_terapipe.schedule import (
     Schedule,
     ScheduleError,
     Unit,
+    covered_slices,
     forward_only,
     order,
     peak_live_units,
@@ -26,6 +28,7 @@ from ds_terapipe.schedule import (
     validate,
     with_messages,
 )
+from ds_terapipe.schedule.fill import fill
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of
 
@@ -51,6 +54,15 @@ GOLDEN = {
         "0F0.0 0F0.1 2F0.0 2F0.1 2B0.1 2B0.0",
         "1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0",
     ],
+    # stage 1 waits for 0F1.1, stage 0 for 1B1.1, which fit one; 0W0.1 makes room for 0F1.1
+    ("zero_bubble", (0, 1), 0, (2, 2)): [
+        "0F0.0 0F0.1 0F1.0 0B0.1 0W0.1 0F1.1 0B0.0 0W0.0 0B1.1 0B1.0 0W1.0",
+        "1F0.0 1F0.1 1B0.1 1F1.0 1B0.0 1W0.1 1F1.1 1B1.1 1B1.0 1W0.0 1W1.0",
+    ],
+    ("zero_bubble", (0, 1, 0, 1), 0, (2,)): [
+        "0F0.0 0F0.1 2F0.0 2F0.1 2B0.1 2B0.0 0B0.1 0B0.0 2W0.0 0W0.0",
+        "1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0 3W0.0 1W0.0",
+    ],
     ("forward_only", (0, 1, 0), 0, (2, 2)): [
         "0F0.0 0F0.1 2F0.0 0F1.0 2F0.1 0F1.1 2F1.0 2F1.1",
         "1F0.0 1F0.1 1F1.0 1F1.1",
@@ -64,8 +76,48 @@ def test_golden_orders(case):
     assert rows_of(order(name, Placement.of(places, forward_only=frozen), slices)) == GOLDEN[case]
 
 
+# places, micro-batches of 8 slices, stages of a place: time / ideal and live slices of all its stages, at most (F = B = W)
+FILLED = {
+    (2, 1, 1): (1.0834, 8), (4, 2, 1): (1.065, 11), (8, 2, 1): (1.15, 15), (8, 4, 1): (1.075, 15),
+    (4, 2, 2): (1.035, 9.5), (8, 2, 2): (1.075, 12), (8, 4, 2): (1.04, 12), (8, 4, 4): (1.02, 9.75),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", FILLED, ids=str)
+def test_weight_gradients_leave_the_bubble_of_the_passes(shape):
+    (places, micro_batches, chunks), (time, live) = shape, FILLED[shape]
+    placement, slices = Placement.interleaved(places, chunks), [8] * micro_batches
+    grid = order("zero_bubble", placement, slices)
+    made = {action: len(found) for row in grid for action, found in covered_slices(row, slices).items()}
+    found = simulate(grid, lambda action: made.get(action, 1), placement=placement)
+    assert found.makespan <= time * 24 * micro_batches * chunks
+    assert max(place.peak_units for place in found.places) <= live * chunks
+
+
 @settings(deadline=None)
-@given(strategies.names, strategies.placements(), strategies.few_slices)
+@given(st.sampled_from(["1f1b", "terapipe"]), strategies.stages, strategies.few_slices, st.booleans(), st.randoms())
+def test_filling_moves_no_pass_and_delays_none_where_memory_is_free(name, stages, slices, free, random):
+    times: dict[Action, float] = collections.defaultdict(lambda: random.uniform(0.1, 2))
+    placement = Placement.plain(stages)
+    passes = order(name, placement, slices)
+    grid = fill(passes, placement, times.__getitem__, 10**9 if free else None)
+    validate(grid, slices, name)
+    made = {action: found for row in grid for action, found in covered_slices(row, slices).items()}
+    seconds = {a: sum(times[a._replace(unit=Unit(a.unit[0], i))] for i in found) for a, found in made.items()}
+    taken = simulate(grid, lambda action: seconds.get(action) or times[action])
+    alone = simulate(passes, times.__getitem__)
+    most, takes = 2 * max(place.peak_units for place in alone.places), {Op.FORWARD: 2, Op.BACKWARD: -1}
+    ends = [
+        {a: i.end for row in zip(*each[:2], strict=True) for a, i in zip(*row, strict=True) if a.op in takes}
+        for each in (alone, taken)
+    ]
+    assert list(ends[0]) == list(ends[1]) and (not free or ends[1] == pytest.approx(ends[0]))
+    for row in grid if not free else ():
+        assert max(itertools.accumulate(takes.get(a.op, -len(made.get(a, ()))) for a in row)) <= most
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long)
 def test_every_order_is_valid_on_every_placement(name, placement, slices):
     for kind in (name, "forward_only"):
         grid = order(kind, placement, slices)
@@ -77,29 +129,6 @@ def test_every_order_is_valid_on_every_placement(name, placement, slices):
         for stage in range(len(placement.stages)):
             back = [a for a in grid[placement.place_of(stage)] if a.stage == stage and a.op is Op.BACKWARD]
             assert len(back) == sum(slices) * placement.goes_backward(stage) * (kind == name)
-
-
-def live_units(row):
-    return list(itertools.accumulate({Op.FORWARD: 1, Op.BACKWARD: -1}[action.op] for action in row))
-
-
-@given(strategies.stages, strategies.slices)
-def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_batches(stages, slices):
-    grid = order("1f1b", stages, slices)
-    peaks = [max(live_units(row)) for row in grid]
-    assert all(peak <= stages - stage + max(slices) - 1 for stage, peak in enumerate(peaks))
-    assert peaks == peak_live_units("1f1b", stages, slices)
-    for row in grid:  # and last in first out over slices
-        backward = [action.unit for action in row if action.op is Op.BACKWARD]
-        assert backward == sorted(backward, key=lambda unit: (unit.micro_batch, -unit.slice))
-
-
-@given(strategies.stages, strategies.slices)
-def test_terapipe_goes_backward_in_exact_reverse_and_holds_the_batch(stages, slices):
-    for row in order("terapipe", stages, slices):
-        units = [action.unit for action in row]
-        assert units == units[::-1] and max(live_units(row)) == sum(slices)
-    assert peak_live_units("terapipe", stages, slices) == [sum(slices)] * stages
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (4, 2), (8, 8)])

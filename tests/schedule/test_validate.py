@@ -37,7 +37,8 @@ def test_dropping_or_duplicating_any_action_is_found(name, placement, slices, da
     plain, lowered = order(name, placement, slices), data.draw(st.booleans())
     grid = with_messages(plain, placement) if lowered else plain
     row = data.draw(st.sampled_from([row for row in grid if row]))
-    at = data.draw(st.integers(0, len(row) - 1))
+    # weight gradients that are left out would be made with others, or in backward passes
+    at = data.draw(st.sampled_from([i for i, a in enumerate(row) if a.op is not Op.WEIGHT_GRADIENTS]))
     if data.draw(st.booleans()):
         del row[at]
     else:
@@ -85,6 +86,11 @@ DAMAGE = [
     ((lowered("1f1b", [3, 3], 2, True), "1f1b", [3, 3], None), [
         (1, " 1W1.0", "", r"1W1\.0 is missing", ""),
         (1, "1W1.0", "1W1.0 1W1.1", "1W1.1 comes after 1W1.0, which has made them", ""),
+        (1, "1W1.0", "1W1.0/0of2", r"1W1\.0/1of2 is missing", ""),
+        (1, "1W1.0", "1W1.0/0of2 1W1.0/0of2", r"1W1\.0/0of2 is there a second time", ""),
+        (1, "1W1.0", "1W1.0/0of2 1W1.0", r"1W1\.0 comes after others of its micro-batch that name another", ""),
+        (1, "1W1.0", "1W1.0/2of2", "names a group that does not exist", ""),
+        (1, "1B1.0", "1W1.0/0of2 1B1.0", r"1W1\.0/0of2 needs 1B1\.0 before it: it is the backward that they", ""),
     ]),
 ]  # fmt: skip
 
@@ -108,6 +114,7 @@ def test_what_is_right_passes():
         grid = forward_only(placement, [2])
         validate(with_messages(grid, placement), [2], None, placement)
         assert dry_run(grid, placement) >= 8 / 2
+    assert (dry_run(order("terapipe", 3, [2, 2])), dry_run(forward_only(3, [2, 2]))) == (2 * (4 + 2), 4 + 2)
     with pytest.raises(ScheduleError, match=r"3B0\.0 is missing"):
         validate(forward_only(FOLDED, [1]), [1], "1f1b", FOLDED)
 
@@ -132,12 +139,6 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
     frozen = [[action for action in two[0] if action.op is Op.FORWARD or action.stage == 1]]
     with pytest.raises(ScheduleError, match="place 0 holds 2 live units, '1f1b' holds 1 at most"):
         validate(frozen, [1, 1], "1f1b", Placement.of([0, 0], forward_only=1))
-
-
-@given(strategies.names, strategies.stages, strategies.even_slices)
-def test_a_dry_run_takes_the_textbook_number_of_steps(name, stages, slices):
-    assert dry_run(order(name, stages, slices)) == 2 * (sum(slices) + stages - 1)
-    assert dry_run(forward_only(stages, slices)) == sum(slices) + stages - 1
 
 
 def test_outputs_that_no_gradient_answers_are_bounded():
@@ -165,9 +166,8 @@ def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, 
     if locks:
         with pytest.raises(ScheduleError, match="deadlock: places 0, 1 wait for ever"):
             validate(grid, [1] * len(each), None, placement)
-    else:  # with many hardware queues
-        with pytest.raises(ScheduleError, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
-            validate(grid, [1] * len(each), None, placement)
+    else:
+        validate(grid, [1] * len(each), None, placement)
 
 
 @given(strategies.placements(), strategies.few_slices, st.booleans(), st.integers(0, 2**32 - 1))

@@ -18,7 +18,7 @@ from tests.schedule import strategies
 
 def simulated(stages=2, slices=(2, 2), name="1f1b"):
     grid = with_messages(order(name, stages, slices))
-    return events_of(grid, replay(grid, lambda action: {Op.FORWARD: 1.0, Op.BACKWARD: 2.0}[action.op]).intervals)
+    return events_of(grid, replay(grid, lambda action: 1.0 + (action.op is Op.BACKWARD)).intervals)
 
 
 @given(strategies.names, st.integers(1, 4), strategies.few_slices, st.integers(1, 400))

@@ -5,15 +5,16 @@ as the weight, and must be accumulated. For short slices this traffic is most of
 backward only makes the gradient of a layer's input, and keeps the operands of the weight's. At the end of the
 micro-batch a layer's products are made in succession, while its weight gradient stays in the cache. Layers are
 accumulated and freed one by one, as in a backward pass, so at most one layer's gradients exist beside those of the
-step. In 16 bits, where each addition would round, and on GPUs, which prefer large products, it is one product over all
-tokens. The price is memory: inputs and output gradients of a micro-batch's layers live until then. (Deferred weight
-gradients as in zero-bubble schedules and MEPipe; they remove TeraPipe's fixed cost per slice.)
+step. A schedule may ask for those of some slices, or of some layers, before the others. In 16 bits, where each
+addition would round, and on GPUs, which prefer large products, it is one product over all tokens. The price is memory:
+inputs and output gradients of a micro-batch's layers live until then. (Deferred weight gradients as in zero-bubble
+schedules and MEPipe; they remove TeraPipe's fixed cost per slice.)
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
@@ -121,21 +122,24 @@ class WeightGradients:
             layers[key] = _Kept(rule, parameters)
         layers[key].add(self._unit.slice, operands)
 
-    def make(self, micro_batch: int, first_slice: int = 0) -> None:
+    def make(self, micro_batch: int, first_slice: int = 0, of: Callable[[Tensor], bool] | None = None) -> None:
         """Make the gradients of a micro-batch and accumulate them like a backward pass: hooks of a parameter run once.
 
         Args:
             micro_batch: the micro-batch.
             first_slice: use operands of this slice and later ones, which have run backward; the rest stays.
+            of: whether to make the gradients of a layer with this weight; None: those of all layers.
         """
-        layers = list(self._layers.get(micro_batch, {}).values())
+        kept_layers = self._layers.get(micro_batch, {})
+        wanted = [key for key, kept in kept_layers.items() if of is None or of(kept.parameters[0])]
+        layers = [kept_layers.pop(key) if first_slice == 0 else kept_layers[key] for key in wanted]
         to_come = Counter(id(parameter) for kept in layers for parameter in kept.parameters)
         sums: dict[int, Tensor] = {}  # sums of tied weights, until all of their layers have added to them
         for kept in layers:
             _add(sums, kept.take(first_slice))
             to_come.subtract(map(id, kept.parameters))
             _accumulate([(p, sums.pop(id(p))) for p in kept.parameters if id(p) in sums and not to_come[id(p)]])
-        if first_slice == 0:
+        if not kept_layers:
             self._layers.pop(micro_batch, None)
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -274,10 +274,13 @@ class StepMemory(Observer):
             self._add(stage, "keys_values", tensor.numel() * tensor.element_size())
             self._add(stage, "key_value_gradients", tensor.numel() * max(tensor.element_size(), 4))
 
-    def weight_gradients(self, stage: int, keeper: WeightGradients) -> None:
-        """Count the tensors kept for the weight gradients of one micro-batch."""
+    @contextmanager
+    def weight_gradients(self, stage: int, keeper: WeightGradients) -> Iterator[None]:
+        """Context manager around weight gradients that counts the tensors which they let go."""
+        before = keeper.kept_bytes if self.on else 0
+        yield
         if self.on:
-            self._add(stage, "weight_gradients", keeper.kept_bytes)
+            self._add(stage, "weight_gradients", before - keeper.kept_bytes)
 
     def gradient_sums(self, stage: int, count: Callable[[], int]) -> None:
         """Note the bytes of the sums of a stage's gradients over slices, as they are now."""

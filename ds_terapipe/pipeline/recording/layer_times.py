@@ -142,7 +142,7 @@ class LayerTimes(Observer):
         found: dict[tuple[Op, int, int], _Seconds] = {}
         numbers: dict[int, int] = {}  # a stage's index on this place, by its number in the model
         for timed in step:
-            op, stage, unit = timed.action
+            op, stage, unit, _ = timed.action
             if op is Op.FORWARD and timed.layers:
                 numbers.setdefault(stage, int(np.searchsorted(self._starts, timed.layers[0][0], side="right")) - 1)
             number = numbers.get(stage)

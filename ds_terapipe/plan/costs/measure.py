@@ -112,7 +112,7 @@ def _samples(steps: Iterable[Sequence[_Timed]], stage: int, weights: float) -> l
     """The seconds of a stage's slices; the backward of an uncut one without its ``weights``."""
     found: dict[tuple[int, int], dict[Op, list[float]]] = defaultdict(lambda: defaultdict(list))
     for each in chain.from_iterable(steps):
-        op, own, (_, index) = each.action
+        op, own, (_, index), _ = each.action
         if own == stage and op in (Op.FORWARD, Op.BACKWARD):
             seconds = each.free - each.start
             if op is Op.BACKWARD and len(each.slices) == 1:

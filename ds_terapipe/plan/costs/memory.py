@@ -241,13 +241,13 @@ def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: 
     """Walk a place's computations and return the memory use at the peak."""
     stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
     worst = MemoryUse()
-    for op, stage, unit in row:
-        acting = stages[stage]
-        use = acting.during(op, unit)
+    for action in row:
+        acting = stages[action.stage]
+        use = acting.during(action.op, action.unit)
         if len(stages) > 1:
             use = _together([use, *(other.held() for other in stages.values() if other is not acting)])
         worst = max(worst, use, key=sum)
-        acting.after(op, unit)
+        acting.after(action)
     return worst
 
 
@@ -264,14 +264,14 @@ class _Held:
         self._model, self._own, self._lengths = model, model.stages[stage], lengths
         self._tokens = sum(lengths)
         self._whole = self._tokens if len(lengths) > 1 else 0  # nothing is kept from slice to slice where there is one
-        counts = [len(lengths)] * (1 + max(unit.micro_batch for _, _, unit in row))
-        self._covered = {a.unit: found for a, found in covered_slices(row, counts).items() if a.stage == stage}
+        counts = [len(lengths)] * (1 + max(unit.micro_batch for _, _, unit, _ in row))
+        self._covered = {a: found for a, found in covered_slices(row, counts).items() if a.stage == stage}
         self._apart = bool(self._covered)
-        self._live = self._cached = self._returning = self._kept = self._joined = 0
-        self._working = self._sums = 0.0
+        self._live = self._cached = self._returning = self._joined = 0
+        self._working = self._sums = self._kept = 0.0
         self._in_hand = 0  # the gradient that a backward starts from is there besides those to come
-        forward = [unit for op, own, unit in row if own == stage and op is Op.FORWARD]
-        backward = [unit for op, own, unit in row if own == stage and op is Op.BACKWARD]
+        forward = [unit for op, own, unit, _ in row if own == stage and op is Op.FORWARD]
+        backward = [unit for op, own, unit, _ in row if own == stage and op is Op.BACKWARD]
         self._trained, self._followed = bool(backward), stage + 1 < len(where.stages)
         self._inputs = _Queue(forward, lengths) if where.receives_forward(stage) else _Queue([], lengths)
         self._outputs = _Queue(forward, lengths) if where.sends_forward(stage) else _Queue([], lengths)
@@ -304,8 +304,9 @@ class _Held:
             return max(before, self.held(), key=sum)
         return self.held()
 
-    def after(self, op: Op, unit: Unit) -> None:
-        """End a unit: it is done, and its results are sent."""
+    def after(self, action: Action) -> None:
+        """End an action: it is done, and its results are sent."""
+        op, _, unit, group = action
         length, last = self._lengths[unit.slice], unit.slice == len(self._lengths) - 1
         self._working = 0.0
         if op is Op.FORWARD:
@@ -322,7 +323,7 @@ class _Held:
             self._in_hand = 0
             self._sums = 0.0 if unit.slice == 0 else self._sums
         else:
-            self._kept -= sum(self._lengths[covered] for covered in self._covered[unit])
+            self._kept -= sum(self._lengths[index] for index in self._covered[action]) / group.groups
 
     def held(self) -> MemoryUse:
         """Bytes as things are."""

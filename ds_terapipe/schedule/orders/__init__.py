@@ -13,6 +13,7 @@ from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from .registry import Schedule, register, schedule_named, trainable
 from .terapipe import TERAPIPE
+from .zero_bubble import ZERO_BUBBLE
 
 __all__ = [
     "FORWARD_ONLY",
@@ -20,6 +21,7 @@ __all__ = [
     "NAMES",
     "ONE_FORWARD_ONE_BACKWARD",
     "TERAPIPE",
+    "ZERO_BUBBLE",
     "Schedule",
     "forward_only",
     "order",
@@ -39,13 +41,13 @@ def order(name: str, stages: int | Placement, slices: Sequence[int]) -> list[lis
     """Computations of one step in the order in which each place runs them.
 
     Args:
-        name: of a schedule: ``terapipe``, ``1f1b``, ``interleaved``, ``forward_only`` or one that was registered.
+        name: of a schedule: ``terapipe``, ``1f1b``, ``zero_bubble``, ``interleaved``, ``forward_only`` or one of your own.
         stages: the placement, or a number of stages, each on its own place.
         slices: number of slices of each micro-batch; they may differ.
 
     Returns:
         One list of FORWARD and BACKWARD actions per place: each unit once forward on each stage, and once backward where the
-        stage goes backward.
+        stage goes backward. A schedule may place weight gradients, too.
 
     Raises:
         ValueError: unknown name, no stage, no micro-batch, a micro-batch without slices, a placement that the schedule does not

@@ -81,7 +81,7 @@ def _merged(rows: list[list[Action]], parts: list[Segment], placement: Placement
 
 def _expand(action: Action, part: Segment, placement: Placement) -> Iterator[Action]:
     """Yield the actions of a segment's stages for one action of the segment."""
-    op, _, unit = action
+    op, _, unit, _ = action
     stages = range(part.first, part.stop)
     for stage in stages if op is Op.FORWARD else reversed(stages):
         if op is Op.FORWARD or placement.goes_backward(stage):

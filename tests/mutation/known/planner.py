@@ -11,6 +11,19 @@ _WINNER = "    return 1 + ratios.index(max(ratios)) if max(ratios, default=0.0) 
 _SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
 
 KNOWN = (
+    Known("filling makes weight gradients twice", "schedule.fill", "            pending.clear()\n", "",
+          "tests/schedule/test_orders.py -k golden"),
+    Known("filling leaves the last weight gradients out", "schedule.fill", "while self._waiting:\n", "while False:\n",
+          "tests/schedule/test_orders.py -k golden"),
+    Known("filling knows no limit", "schedule.fill", "self._held + takes > self._limit", "False",
+          "tests/schedule/test_orders.py -k filling"),
+    Known("weight gradients may come before their backward", "schedule.validate",
+          "elif op is Op.WEIGHT_GRADIENTS:\n        yield", "elif op is Op.WEIGHT_GRADIENTS and not unit:\n        yield",
+          "tests/schedule/test_validate.py -k damage"),
+    Known("messages that lock up one queue are sent at once", "schedule.lower", "if locks_up else lowered",
+          "if False else lowered", "tests/schedule/test_orders.py -k every_order"),
+    Known("a group leaves its first layer out", "pipeline.stage", "(weight) in layers)", "(weight) in layers[1:])",
+          "tests/pipeline/test_runtime.py -k two_processes"),
     Known("a plan's slices are made equal", _AUTO, _BEGIN,
           "        cut = turn.slices\n"
           "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n",
@@ -62,10 +75,10 @@ KNOWN = (
     Known("weight gradients take no time", "schedule.replay", "            out.append(duration(action))\n",
           "            out.append(0.0 if op is _W else duration(action))\n", _LOOP),
     Known("weight gradients of some slices take as long as of all", "plan.evaluate",
-          "weights[stage] * sum(lengths[i] for i in covered[action]) / total", "weights[stage]",
+          "weights[stage] * sum(lengths[i] for i in covered[action]) / (total * group.groups)", "weights[stage]",
           "tests/plan/test_choose.py -k work_of_every"),
     Known("operands are let go with the first of a micro-batch's weight gradients", "plan.costs.memory",
-          "sum(self._lengths[covered] for covered in self._covered[unit])", "self._whole",
+          "sum(self._lengths[index] for index in self._covered[action]) / group.groups", "self._whole",
           "tests/plan/test_choose.py -k operands_of_weight"),
     Known("an order's weight gradients are made a second time", "schedule.lower", "(row, apart - ordered, each_slice)",
           "(row, apart, each_slice)", "tests/schedule/test_actions.py -k any_placement"),
