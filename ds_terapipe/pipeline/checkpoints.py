@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,8 @@ class Checkpointer:
             wants = wanted(
                 engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
             )
-            self.check_files(engine, folder, engine.module._topo, ModelChunks(engine.module).parts, wants)
+            chunks = ModelChunks(engine.module)
+            self.check_files(engine, folder, engine.module._topo, chunks.parts, wants, places=chunks.places)
         return self.load_checked(
             engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
             load_module_only, *args, **kwargs,
@@ -237,6 +238,7 @@ class Checkpointer:
         parts: Any,
         wants: Wanted,
         beside: Iterable[str] = (),
+        places: Sequence[int] | None = None,
     ) -> None:
         """Check the files that this rank is about to read, in the shape that it will have.
 
@@ -244,6 +246,7 @@ class Checkpointer:
             engine: the engine that loads them.
             folder: folder of the checkpoint.
             topology, parts: the shape.
+            places: place of each stage; None: one stage on each.
             wants: states to read beside weights.
             beside: names of further files.
         """
@@ -252,7 +255,7 @@ class Checkpointer:
 
         def check() -> None:
             files = SavedFiles(folder)
-            files.check(Share.of(engine.global_rank, topology, parts), wants, layers)
+            files.check(Share.of(engine.global_rank, topology, parts, places), wants, layers)
             files.check_bytes(beside)
             loss = loss_file(module, str(folder))
             files.check_bytes_of([] if loss is None else [loss.name])

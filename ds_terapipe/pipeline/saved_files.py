@@ -7,6 +7,7 @@ divide masters and moments, it also reads a file of each rank's parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ds_terapipe import tensor_files
 from ds_terapipe.deepspeed_state import elements, elements_by_name, sizes_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Manifest
+from ds_terapipe.model_chunks import ranges_on
 
 KEY = "load_checkpoint"
 _STATES = "mp_rank_*_model_states.pt"
@@ -36,7 +38,7 @@ class Share(NamedTuple):
         data: number of this rank's replica, among ``replicas``.
     """
 
-    entries: range
+    entries: Sequence[int]
     tensor: int
     tensors: int
     model: int
@@ -45,11 +47,13 @@ class Share(NamedTuple):
     replicas: int
 
     @classmethod
-    def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int]) -> Share:
-        """Return the share of a rank if the stages begin at the entries ``parts``."""
+    def of(
+        cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None
+    ) -> Share:
+        """Return the share of a rank if the stages begin at the entries ``parts``; ``places``: as in `ModelChunks`."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
-        entries = range(int(parts[at.pipe]), int(parts[at.pipe + 1]))
+        entries = tuple(chain(*ranges_on(at.pipe, parts, range(len(parts) - 1) if places is None else places)))
         tensors = max(topology.get_dim("model"), 1)
         return cls(
             entries,
