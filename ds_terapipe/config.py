@@ -121,11 +121,11 @@ def _on_a_place(config: Mapping[str, Any]) -> Any:
 
 _SEVERAL = f"{TOKEN_PIPELINE}.stages_per_place"
 _PLANNED = 'absent beside slices that are given, it belongs to "slices": "auto"'
-RULES = (
+SEVERAL_RULES = (
     Rule(
         f"{TOKEN_PIPELINE}.schedule",
         lambda value: value == INTERLEAVED,
-        '"1f1b" with one stage on each place, where it is the same',
+        '"1f1b" with one stage on each place',
         '"1f1b", or "stages_per_place": 2',
         when=lambda config: _on_a_place(config) == 1,
     ),
@@ -150,6 +150,9 @@ RULES = (
         "1",
         when=lambda config: at(config, "elastic_pipeline.enabled", "elastic_pipeline" in config) is not False,
     ),
+)
+RULES = (
+    *SEVERAL_RULES,
     Rule(
         f"{TOKEN_PIPELINE}.trace_steps",
         is_given,

@@ -92,12 +92,12 @@ class ModelChunks:
     @property
     def has_first(self) -> bool:
         """Whether the model's first stage is on this rank."""
-        return self.places[0] == self._module.stage_id
+        return bool(self.places[0] == self._module.stage_id)
 
     @property
     def has_last(self) -> bool:
         """Whether the model's last stage is on this rank."""
-        return self.places[-1] == self._module.stage_id
+        return bool(self.places[-1] == self._module.stage_id)
 
     @property
     def layers(self) -> dict[str, nn.Module]:

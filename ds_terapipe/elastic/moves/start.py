@@ -6,7 +6,8 @@ were built with. What DeepSpeed makes an optimizer of moves with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -72,7 +73,7 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         places = places_of(model.num_stages, settings)
         parts = parts_for(model, len(places), consensus)
         refuse_split(shared_weights(model, consensus), parts, KEY, places=places)
-        optimizer = arguments.get("optimizer")
+        optimizer: Any = arguments.get("optimizer")
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _Groups(arguments.get("model_parameters") or ())
         check_inside(optimizer, model, {}, consensus.gather, f"where {KEY} is {stages_per_place}")
@@ -109,12 +110,12 @@ def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[
     if hasattr(model, "even_parts"):  # a StagedPipeline
         parts = model.even_parts(stages)
     else:
-        weights = _weights(model, consensus)
-        rules = [weights, *_binary(chunks.specs)]
-        cuts = [lambda count, each=each: partition_balanced(each, count) for each in rules]
-        cuts.insert(1, lambda count: partition_uniform(entries, count))
-        same = (cut for cut in cuts if tuple(cut(model.num_stages)) == chunks.parts)
-        parts = next(same, cuts[0])(stages)
+        rules: list[Callable[[int], list[int]]] = [
+            partial(partition_balanced, _weights(model, consensus)),
+            partial(partition_uniform, entries),
+            *(partial(partition_balanced, weights) for weights in _binary(chunks.specs)),
+        ]
+        parts = next((cut for cut in rules if tuple(cut(model.num_stages)) == chunks.parts), rules[0])(stages)
     if any(start >= stop for start, stop in pairwise(parts)):
         got, most = f"{stages // model.num_stages} for {entries} layers", max(1, entries // model.num_stages)
         rule = f"so few that each of the {stages} stages has a layer"
