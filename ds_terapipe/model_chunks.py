@@ -67,6 +67,11 @@ class ModelChunks:
         return hasattr(self._module, PLACES)
 
     @property
+    def placed(self) -> dict[str, list[int]] | None:
+        """Stages and places as a checkpoint records them; None if each place has one stage."""
+        return {"parts": [*self.parts], "places": [*self.places]} if self.is_placed else None
+
+    @property
     def ranges(self) -> tuple[range, ...]:
         """Entries on this rank, a range for each of its stages."""
         if self.is_placed:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.operators import core_attention, sdpa
 from ds_terapipe.pipeline.operators.context import SliceContext
 
@@ -41,7 +42,7 @@ class Ran:
         slices, counts = self._engine.slices_run, self._engine.units_run
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
-        back = units if training and self.goes_backward else 0
+        back = units * len(ModelChunks(self._engine.module).ranges) if training and self.goes_backward else 0
         forward = units * len(self._engine._runtime.stages)  # one for what goes forward only, one for the rest
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]

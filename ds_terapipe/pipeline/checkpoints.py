@@ -17,7 +17,7 @@ from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
@@ -179,7 +179,8 @@ class Checkpointer:
 
     def client_state(self, engine: Any) -> dict[str, Any]:
         """Return what is added to the client state in DeepSpeed's own files."""
-        return {}
+        placed = ModelChunks(engine.module).placed
+        return {} if placed is None else {PLACED_STATE: placed}
 
     def write_beside(self, engine: Any, folder: Path) -> None:
         """Write further files into the folder of a checkpoint."""
@@ -228,6 +229,7 @@ class Checkpointer:
         follow_micro_batch(engine)
         if client_state:
             engine._slicer.load(client_state.pop(PLAN_STATE, None))
+            client_state.pop(PLACED_STATE, None)
         return path, client_state
 
     def check_files(
