@@ -138,59 +138,55 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 TWO = {"slices": 3, "stages_per_place": 2}
 KEYS = {"plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "placement": "v"}}
-UNBUILT = ((gpt(1), TWO, 2), (gpt(6), TWO, 1))  # fewer layers than stages, one place
 
 
-def several(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """By placement: layers at the start, ranks of the tied ones, errors; and what another placement's checkpoint brings."""
-    found: dict[str, Any] = {}
+def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[str]]:
+    """Of each placement weights at the start and of others' checkpoints, names, ranks of tied layers; and errors."""
+    found, errors, saved = list[Any](), list[str](), dict[str, Any]()
     for name, keys in KEYS.items():
         engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, optimizer=ADAMW)
-        start, tied = common.whole_tensors(engine.module), [comm["ranks"] for comm in engine.module.tied_comms.values()]
+        start, pairs = common.whole_tensors(engine.module), []
+        tied = [comm["ranks"] for comm in engine.module.tied_comms.values()]
         names = {n.removeprefix("tied_modules.").split(".")[0] for n, _ in engine.module.named_parameters()}
-        errors: list[str] = []
-        loaded: dict[str, Any] = {}
-        for other in found:
+        for other, weights in saved.items():
             errors.append(raised(partial(engine.load_checkpoint, folder, tag=other)))
             assert engine.load_checkpoint(folder, tag=other, load_optimizer_states=False)[0] is not None
-            loaded[other] = common.whole_tensors(engine.module)
+            pairs.append((common.whole_tensors(engine.module), weights))
         train(engine, steps_of(1, 2))
         engine.save_checkpoint(folder, tag=name)
-        after = common.whole_tensors(engine.module)
-        errors += [raised(partial(engine.set_slices, "auto"))] if name == "v" else []
-        found[name] = SimpleNamespace(start=start, tied=tied, names=names, loaded=loaded, after=after, errors=errors)
-        engine.destroy()
-    for specs, keys, stages in UNBUILT:
-        found["v"].errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=keys, stages=stages)))
-    return found
+        saved[name] = common.whole_tensors(engine.module)
+        found.append((start, pairs, names, tied))
+    errors.append(raised(partial(engine.set_slices, "auto")))
+    for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
+        errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
+    return found, errors
 
 
 seeded, planned = launched(seeds, 2), launched(auto, 2, timeout=200, folder=True)
 spread = launched(several, 2, folder=True)
 
 
-def test_layers_go_to_their_places_with_the_weights_that_they_were_built_with(spread):
-    for found in spread:
-        for name in KEYS:
-            assert all((found[name].start[n] == weight).all() for n, weight in found["plain"].start.items())
-    names = [[found[name].names for found in spread] for name in KEYS]
-    assert names[0] == [{"tokens", "1", "2", "3"}, {"4", "5", "6", "tokens"}]
-    assert names[1] == [{"tokens", "1", "2", "4"}, {"3", "5", "6", "tokens"}]  # cut by parameters
-    assert names[2] == [{"tokens", "1", "2", "5", "6"}, {"3", "4"}]
-    assert [[found[name].tied for found in spread] for name in KEYS] == [[[[0, 1]]] * 2, [[[0, 1]]] * 2, [[[0]], []]]
+def test_layers_go_to_their_places_with_their_weights_and_those_of_any_checkpoint(spread):
+    for found, _ in spread:
+        for start, pairs, *_ in found:
+            for some, others in ((start, found[0][0]), *pairs):
+                assert all((some[name] == others[name]).all() for name in others)
+    assert [len(pairs) for _, pairs, *_ in found] == [0, 1, 2]
+    assert [[of_rank[0][each][2:] for of_rank in spread] for each in range(3)] == [
+        [({"tokens", "1", "2", "3"}, [[0, 1]]), ({"4", "5", "6", "tokens"}, [[0, 1]])],
+        [({"tokens", "1", "2", "4"}, [[0, 1]]), ({"3", "5", "6", "tokens"}, [[0, 1]])],  # cut by parameters
+        [({"tokens", "1", "2", "5", "6"}, [[0]]), ({"3", "4"}, [])],
+    ]
 
 
-def test_weights_of_a_checkpoint_go_to_any_placement_and_the_optimizers_state_does_not(spread):
-    for found in spread:
-        for name, other in (("interleaved", "plain"), ("v", "plain"), ("v", "interleaved")):
-            assert all((found[name].loaded[other][n] == weight).all() for n, weight in found[other].after.items())
-        texts = [*found["interleaved"].errors, *found["v"].errors]
-        wanted = (
-            "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
-            "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
-            '1 where slices are "auto"', "must be so few that each of the 4 stages has a layer", "1 for a model on one place",
-        )  # fmt: skip
-        for text, part in zip(texts, wanted, strict=True):
+def test_states_of_another_placement_and_what_cannot_be_placed_are_refused(spread):
+    wanted = (
+        "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
+        "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
+        '1 where slices are "auto"', "must be so few that each of the 4 stages has a layer", "1 for a model on one place",
+    )  # fmt: skip
+    for _, errors in spread:
+        for text, part in zip(errors, wanted, strict=True):
             assert text.startswith("ConfigError: ") and part in text and "\n" not in text, text
 
 

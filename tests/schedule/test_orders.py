@@ -51,6 +51,10 @@ GOLDEN = {
         "0F0.0 0F0.1 2F0.0 2F0.1 2B0.1 2B0.0",
         "1F0.0 1F0.1 3F0.0 3F0.1 3B0.1 3B0.0 1B0.1 1B0.0",
     ],
+    ("interleaved", (0, 1, 0, 1), 0, (3, 1)): [
+        "0F0.0 0F0.1 2F0.0 2F0.1 0F0.2 0F1.0 2F0.2 2F1.0 2B0.2 2B0.1 0B0.2 0B0.1 2B0.0 2B1.0 0B0.0 0B1.0",
+        "1F0.0 1F0.1 3F0.0 3F0.1 1F0.2 1F1.0 3F0.2 3B0.2 3F1.0 3B0.1 1B0.2 1B0.1 3B0.0 3B1.0 1B0.0 1B1.0",
+    ],
     ("forward_only", (0, 1, 0), 0, (2, 2)): [
         "0F0.0 0F0.1 2F0.0 0F1.0 2F0.1 0F1.1 2F1.0 2F1.1",
         "1F0.0 1F0.1 1F1.0 1F1.1",
@@ -135,17 +139,6 @@ def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places
     times = {Op.FORWARD: 1 / chunks, Op.BACKWARD: 2 / chunks}
     found = simulate(order("interleaved", whole, slices), lambda action: times[action.op], placement=whole)
     assert found.makespan == pytest.approx(3 * sum(slices) + 3 * (places - 1) / chunks, rel=1e-9)
-
-
-def test_interleaved_holds_a_warm_up_of_chunks_and_starts_like_this():
-    placement = Placement.interleaved(4, 2)
-    found = simulate(order("interleaved", placement, [1] * 8), lambda action: 1.0, placement=placement)
-    # warm-up of 2 (K - d - 1) + (v - 1) K, and the one in hand
-    assert [place.peak_units for place in found.places] == [11, 9, 7, 5]
-    assert peak_live_units("interleaved", placement, [1] * 8) == [11, 9, 7, 5]
-    assert peak_live_units("interleaved", Placement.interleaved(4, 2, forward_only=4), [1] * 8) == [8, 8, 7, 5]
-    (row, _) = rows_of(order("interleaved", Placement.interleaved(2, 2), [1] * 4))
-    assert row.startswith("0F0.0 0F1.0 2F0.0 2F1.0 0F2.0 2B0.0 0F3.0 2B1.0 ")
 
 
 def test_what_does_not_go_around_is_ordered_as_by_1f1b():
