@@ -103,7 +103,7 @@ class TokenPipelineEngine(PipelineEngine):
         """Make everything that depends on the placement of the layers and on which of them train; collective."""
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._recorder.stage = self.stage_id
-        self._report = StepReport(self.num_stages)
+        self._report = StepReport(self.num_stages, "places" if ModelChunks(self.module).is_placed else "stages")
         self._gradients, here = DeepSpeedGradients(self), weakref.ref(self)
         with self._controller.building(self):
             placement = placement_of(self.module, self._consensus)
