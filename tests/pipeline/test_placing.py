@@ -183,7 +183,7 @@ def test_states_of_another_placement_and_what_cannot_be_placed_are_refused(sprea
     wanted = (
         "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
         "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
-        '1 where slices are "auto"', "must be so few that each of the 4 stages has a layer", "1 for a model on one place",
+        '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
     )  # fmt: skip
     for _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):

@@ -6,7 +6,7 @@ were built with. What DeepSpeed makes an optimizer of moves with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -77,10 +77,10 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = _Groups(arguments.get("model_parameters") or ())
         check_inside(optimizer, model, {}, consensus.gather, f"where {KEY} is {stages_per_place}")
-        make_alike(optimizer, arguments.get("lr_scheduler"), consensus.gather)
         device = torch.device(get_accelerator().device_name(model.local_rank))
         reshape = Reshape(model, optimizer, consensus, device, _dtype(model, consensus), KEY)
         reshape.prepare(model._topo, parts, places)
+        make_alike(optimizer, arguments.get("lr_scheduler"), consensus.gather)
         before = shape_groups(model)
         reshape.run()
         close_groups(before - shape_groups(model))
@@ -101,26 +101,32 @@ def places_of(places: int, settings: TokenPipelineConfig) -> tuple[int, ...]:
 def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[int]:
     """Return the first entry of each stage, and the number of entries, by the rule that made the module's; collective.
 
-    DeepSpeed keeps no rule: it is the first by which it would cut as many stages as the module has in the same way.
+    DeepSpeed keeps no rule: it is the first by which it would cut as many stages as the module has in the same way. If
+    it leaves a stage empty, stages have the same number of layers.
 
     Raises:
         ConfigError: on every rank, for more stages than layers.
     """
     chunks, entries = ModelChunks(model), model._num_layers
+    uniform: Callable[[int], list[int]] = partial(partition_uniform, entries)
     if hasattr(model, "even_parts"):  # a StagedPipeline
         parts = model.even_parts(stages)
     else:
         rules: list[Callable[[int], list[int]]] = [
             partial(partition_balanced, _weights(model, consensus)),
-            partial(partition_uniform, entries),
+            uniform,
             *(partial(partition_balanced, weights) for weights in _binary(chunks.specs)),
         ]
         parts = next((cut for cut in rules if tuple(cut(model.num_stages)) == chunks.parts), rules[0])(stages)
-    if any(start >= stop for start, stop in pairwise(parts)):
-        got, most = f"{stages // model.num_stages} for {entries} layers", max(1, entries // model.num_stages)
-        rule = f"so few that each of the {stages} stages has a layer"
-        raise bad_value(KEY, stages // model.num_stages, f"{rule} ({got})", f"at most {most}, or a deeper model")
+        parts = uniform(stages) if _has_empty(parts) else parts
+    if _has_empty(parts):
+        rule = f"so few that each of the {stages} stages has one of the {entries} layers"
+        raise bad_value(KEY, stages // model.num_stages, rule, f"at most {max(1, entries // model.num_stages)}")
     return [int(part) for part in parts]
+
+
+def _has_empty(parts: Sequence[int]) -> bool:
+    return any(start >= stop for start, stop in pairwise(parts))
 
 
 def _weights(model: PipelineModule, consensus: Consensus) -> list[int]:
