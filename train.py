@@ -24,6 +24,7 @@ from ds_terapipe.manifest import Manifest
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
 from ds_terapipe.megatron.layers import NO_DOCUMENTS
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.engine import TokenPipelineEngine
@@ -219,8 +220,8 @@ class Trainer:
         Rank 0 reads for all. A checkpoint that doesn't say is of a time when stages were even. One of an elastic pipeline has the
         engine's own record, from which the engine makes the stages.
         """
-        if self.engine.load_universal_checkpoint():
-            return
+        if self.engine.load_universal_checkpoint() or ModelChunks(self.engine.module).is_placed:
+            return  # with several stages on a place the engine compares them
         if hasattr(self.engine, "recover_checkpoint"):
             self.engine.recover_checkpoint(str(folder))
         saved: list[Any] = [None]
@@ -252,7 +253,8 @@ class Trainer:
         return saved_stages(checkpoint) or even_layers(self.args.num_layers, self.args.pipeline_model_parallel_size)
 
     def _save(self) -> None:
-        stages = list(self.engine.module.layers_per_stage)
+        placed = ModelChunks(self.engine.module).is_placed
+        stages = None if placed else list(self.engine.module.layers_per_stage)
         state = {"iteration": self.iteration, STAGE_LAYERS: stages, SAMPLES: self._samples()}
         self.engine.save_checkpoint(self.args.save, tag=f"global_step{self.engine.global_steps}", client_state=state)
 

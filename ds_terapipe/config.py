@@ -9,11 +9,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from . import blocks
 from .blocks import Block, Count, FileName, Gigabytes, Must, Number, Switch, one_of
-from .rules import Rule, at, check, is_given
+from .rules import Rule, above, at, check, is_given
 from .schedule import NAMES
 
 TOKEN_PIPELINE = "token_pipeline"
-AUTO = "auto"
+AUTO, INTERLEAVED = "auto", "interleaved"
+SCHEDULES = (*NAMES, INTERLEAVED)
 YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
 _GONE = [
     Rule(
@@ -63,6 +64,8 @@ class TokenPipelineConfig(Block):
             measurements.
         schedule: order of the work: every slice forward and then backward in reverse, or one forward, one backward. ``auto``
             is chosen with the slices where they are ``auto``, and else ``1f1b``.
+        stages_per_place: stages of the model on each place of the pipeline.
+        placement: stage s on place s mod K of K places, or, for two stages on a place, back from the last place to the first.
         granularity: unequal automatic slices are multiples of so many tokens, and no automatic slice is shorter.
         memory_gb: limit of activations and buffers on a device, in 1e9 bytes; default: the free memory, no limit on a CPU.
         plan_path: a plan to run by, as ``ds_terapipe plan`` or a run has written it.
@@ -88,8 +91,10 @@ class TokenPipelineConfig(Block):
         Must('a positive number, a list of lengths or "auto"', "e.g. 8"),
     ] = "auto"
     schedule: Annotated[
-        str, BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *NAMES), AUTO))
+        str, BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *SCHEDULES), AUTO))
     ] = "auto"
+    stages_per_place: Annotated[Count, Must("a positive number of stages", "e.g. 2")] = 1
+    placement: Literal["interleaved", "v"] = "interleaved"
     granularity: Annotated[Count, Must("a positive number of tokens", "e.g. 8")] = 8
     memory_gb: Gigabytes = None
     plan_path: Annotated[FileName | None, Must("the name of a file", '"plan.json"')] = None
@@ -109,8 +114,45 @@ class TokenPipelineConfig(Block):
     ] = None
 
 
+def _on_a_place(config: Mapping[str, Any]) -> Any:
+    """Return the number of stages on a place."""
+    return at(config, f"{TOKEN_PIPELINE}.stages_per_place", 1)
+
+
+_SEVERAL = f"{TOKEN_PIPELINE}.stages_per_place"
 _PLANNED = 'absent beside slices that are given, it belongs to "slices": "auto"'
+SEVERAL_RULES = (
+    Rule(
+        f"{TOKEN_PIPELINE}.schedule",
+        lambda value: value == INTERLEAVED,
+        '"1f1b" with one stage on each place',
+        '"1f1b", or "stages_per_place": 2',
+        when=lambda config: _on_a_place(config) == 1,
+    ),
+    Rule(
+        f"{TOKEN_PIPELINE}.placement",
+        lambda value: value == "v",
+        '"interleaved" unless each place has two stages',
+        '"stages_per_place": 2',
+        when=lambda config: _on_a_place(config) != 2,
+    ),
+    Rule(
+        _SEVERAL,
+        above(1),
+        '1 where slices are "auto" (a plan is for one stage on each place)',
+        '"slices": 8',
+        when=lambda config: at(config, f"{TOKEN_PIPELINE}.slices", AUTO) == AUTO,
+    ),
+    Rule(
+        _SEVERAL,
+        above(1),
+        "1 beside elastic_pipeline (layers move between places of one stage)",
+        "1",
+        when=lambda config: at(config, "elastic_pipeline.enabled", "elastic_pipeline" in config) is not False,
+    ),
+)
 RULES = (
+    *SEVERAL_RULES,
     Rule(
         f"{TOKEN_PIPELINE}.trace_steps",
         is_given,

@@ -3,17 +3,34 @@
 An entry of the layer list is a spec, which builds its layer; a tied spec, whose key shares one module among entries; a
 module; or a plain function. Parameters have the names that ``PipelineModule`` gives them, which do not depend on the
 stages.
+
+DeepSpeed gives a rank one range of entries. A module with several stages on a place has the place of each in the
+attribute `PLACES`. For DeepSpeed its range is the whole list, with `elsewhere` for entries of other ranks. So names and
+files of layers, which DeepSpeed numbers from the range's start, are those of the entries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
+PLACES = "stage_places"
 _TIED = "tied_modules"
+
+
+def elsewhere(inputs: Any) -> Any:
+    """Stand in for a layer that is on another rank."""
+    raise RuntimeError("PipelineModule: got a call of a layer that is on another rank, must be run by its engine")
+
+
+def ranges_on(place: int, parts: Sequence[int], places: Sequence[int]) -> tuple[range, ...]:
+    """Return the entries of each stage on a place; ``parts``, ``places``: as in `ModelChunks`."""
+    stages = zip(pairwise(map(int, parts)), places, strict=True)
+    return tuple(range(*bounds) for bounds, of_stage in stages if of_stage == place)
 
 
 class ModelChunks:
@@ -40,14 +57,52 @@ class ModelChunks:
         return tuple(map(int, self._module.parts))  # some may be numpy integers
 
     @property
-    def entries(self) -> range:
+    def places(self) -> tuple[int, ...]:
+        """Place of each stage."""
+        return getattr(self._module, PLACES, None) or tuple(range(len(self.parts) - 1))
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether places have several stages."""
+        return hasattr(self._module, PLACES)
+
+    @property
+    def placed(self) -> dict[str, list[int]] | None:
+        """Stages and places as a checkpoint records them; None if each place has one stage."""
+        return {"parts": [*self.parts], "places": [*self.places]} if self.is_placed else None
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Entries on this rank, a range for each of its stages."""
+        if self.is_placed:
+            return ranges_on(self._module.stage_id, self.parts, self.places)
+        return (range(int(self._module._local_start), int(self._module._local_stop)),)
+
+    @property
+    def entries(self) -> tuple[int, ...]:
         """Entries on this rank."""
-        return range(int(self._module._local_start), int(self._module._local_stop))
+        return tuple(chain(*self.ranges))
 
     @property
     def functions(self) -> dict[int, Any]:
         """Layers on this rank, modules or functions, by entry."""
-        return dict(zip(self.entries, self._module.forward_funcs, strict=True))
+        start, functions = int(self._module._local_start), self._module.forward_funcs
+        return {entry: functions[entry - start] for entry in self.entries}
+
+    def file(self, folder: str, entry: int) -> str:
+        """Return the path of an entry's file in the folder of a checkpoint."""
+        path: str = self._module.ckpt_layer_path(folder, entry - int(self._module._local_start))
+        return path
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the model's first stage is on this rank."""
+        return bool(self.places[0] == self._module.stage_id)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the model's last stage is on this rank."""
+        return bool(self.places[-1] == self._module.stage_id)
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -70,7 +125,7 @@ class ModelChunks:
         spec = self.specs[entry]
         return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
 
-    def builder(self, prefix: str, entries: range | None = None) -> int | None:
+    def builder(self, prefix: str, entries: Sequence[int] | None = None) -> int | None:
         """Return the first of ``entries``, by default those on this rank, that builds the layer of a prefix; or None."""
         entries = self.entries if entries is None else entries
         return next((entry for entry in entries if self.prefix(entry) == prefix), None)

@@ -230,6 +230,10 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
+    if settings[TOKEN_PIPELINE].stages_per_place > 1:
+        importlib.import_module("ds_terapipe.elastic.moves.start").place_stages(
+            given, settings[TOKEN_PIPELINE], watchdog
+        )
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.

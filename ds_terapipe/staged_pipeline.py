@@ -69,6 +69,11 @@ class StagedPipeline(PipelineModule):
                 'own engine fails on such a stage), use "token_pipeline": {"slices": 1}'
             )
 
+    def even_parts(self, stages: int) -> list[int]:
+        """Return the first layer of each of so many even stages, then the number of layers."""
+        before, after = self.layers_around
+        return stage_boundaries(self._num_layers - before - after, stages, None, self.layers_around)
+
     def _partition_layers(self, method: str = "uniform") -> None:
         self.parts = self._boundaries
         stage = self._topo.get_coord(self.global_rank).pipe

@@ -24,7 +24,6 @@ class Ran:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.goes_backward = True  # False: nothing of this stage or of those before it is trained
         self.cut: Counter[tuple[int, int, int, int]] = Counter()
 
     def note(self, context: SliceContext) -> None:
@@ -41,8 +40,8 @@ class Ran:
         slices, counts = self._engine.slices_run, self._engine.units_run
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
-        back = units if training and self.goes_backward else 0
-        forward = units * len(self._engine._runtime.stages)  # one for what goes forward only, one for the rest
+        stages = self._engine._runtime.stages.values()
+        forward, back = units * len(stages), units * sum(stage.trains for stage in stages) * training
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]
         spans = [(m, sum(each[:index]), sum(each[: index + 1])) for m, each in cut for index in range(len(each))]
@@ -59,8 +58,6 @@ class Ran:
 def watched(engine: Any) -> Iterator[Ran]:
     """Watch what this engine runs, the only one that runs meanwhile."""
     ran, run = Ran(engine), engine._steps.run
-    trained = any(parameter.requires_grad for parameter in engine.module.parameters())
-    ran.goes_backward = trained or any(stage.trains for stage in engine._runtime.stages.values())
 
     def noting(attention: Any) -> Any:
         def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ def ran(
     slices: Any = CUT, units: Any = (6, 6), layers: Any = (1, 2), often: int = 1, missing: Any = ()
 ) -> Ran:  # fmt: skip
     """Of two micro-batches, with the calls of attention that go with it; ``missing`` are (layer, micro-batch, start)."""
-    watched = Ran(SimpleNamespace(slices_run=slices, units_run=units, _runtime=SimpleNamespace(stages={1: None})))
+    runtime = SimpleNamespace(stages={1: SimpleNamespace(trains=True)})
+    watched = Ran(SimpleNamespace(slices_run=slices, units_run=units, _runtime=runtime))
     calls = [(layer, m, *each) for layer in layers for m in (0, 1) for each in ((0, 3), (3, 1), (4, 4))]
     for layer, m, start, length in calls:
         where = {"layer": layer, "micro_batch": m, "span": Span(start, start + length, 8), "_recomputing": False}

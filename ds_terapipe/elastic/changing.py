@@ -15,7 +15,7 @@ from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
 from ds_terapipe.elastic.moves.rebuild import rebuild_engine
 from ds_terapipe.elastic.moves.reshape import Reshape
 from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
-from ds_terapipe.elastic.optimizer import wrapped
+from ds_terapipe.elastic.optimizer import layer_dtype, wrapped
 from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced
 from ds_terapipe.elastic.saved.state import resized
 from ds_terapipe.elastic.shapes.costs import Costs
@@ -116,7 +116,7 @@ class Mover:
         stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
         refuse_split(trained, parts, POLICY, ', or "off"')
-        reshape = Reshape(engine)
+        reshape = Reshape(engine.module, engine.basic_optimizer, engine._consensus, engine.device, layer_dtype(engine))
         reshape.prepare(resized(engine.module._topo, shape.stages), parts)
         return reshape
 

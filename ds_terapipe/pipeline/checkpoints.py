@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ds_terapipe.bf16_parts import load_with_parts
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST
+from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
@@ -179,7 +179,8 @@ class Checkpointer:
 
     def client_state(self, engine: Any) -> dict[str, Any]:
         """Return what is added to the client state in DeepSpeed's own files."""
-        return {}
+        placed = ModelChunks(engine.module).placed
+        return {} if placed is None else {PLACED_STATE: placed}
 
     def write_beside(self, engine: Any, folder: Path) -> None:
         """Write further files into the folder of a checkpoint."""
@@ -212,7 +213,8 @@ class Checkpointer:
             wants = wanted(
                 engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
             )
-            self.check_files(engine, folder, engine.module._topo, ModelChunks(engine.module).parts, wants)
+            chunks = ModelChunks(engine.module)
+            self.check_files(engine, folder, engine.module._topo, chunks.parts, wants, places=chunks.places)
         return self.load_checked(
             engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
             load_module_only, *args, **kwargs,
@@ -227,6 +229,7 @@ class Checkpointer:
         follow_micro_batch(engine)
         if client_state:
             engine._slicer.load(client_state.pop(PLAN_STATE, None))
+            client_state.pop(PLACED_STATE, None)
         return path, client_state
 
     def check_files(
@@ -237,6 +240,7 @@ class Checkpointer:
         parts: Any,
         wants: Wanted,
         beside: Iterable[str] = (),
+        places: Sequence[int] | None = None,
     ) -> None:
         """Check the files that this rank is about to read, in the shape that it will have.
 
@@ -244,6 +248,7 @@ class Checkpointer:
             engine: the engine that loads them.
             folder: folder of the checkpoint.
             topology, parts: the shape.
+            places: place of each stage; None: one stage on each.
             wants: states to read beside weights.
             beside: names of further files.
         """
@@ -252,7 +257,7 @@ class Checkpointer:
 
         def check() -> None:
             files = SavedFiles(folder)
-            files.check(Share.of(engine.global_rank, topology, parts), wants, layers)
+            files.check(Share.of(engine.global_rank, topology, parts, places), wants, layers)
             files.check_bytes(beside)
             loss = loss_file(module, str(folder))
             files.check_bytes_of([] if loss is None else [loss.name])

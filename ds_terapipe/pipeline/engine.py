@@ -27,6 +27,7 @@ from ds_terapipe.pipeline.autotune.engine_facts import new_slicer
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
+from ds_terapipe.pipeline.ends import follow_places
 from ds_terapipe.pipeline.evaluation import evaluate
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients, reduce_large_in_place
 from ds_terapipe.pipeline.loss_state import keep_loss_state
@@ -77,7 +78,7 @@ class TokenPipelineEngine(PipelineEngine):
         self._controller: Controller = controller or Controller()
         super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
-        for hook in (clip_by_true_norm, reduce_large_in_place, keep_loss_state):
+        for hook in (clip_by_true_norm, reduce_large_in_place, keep_loss_state, follow_places):
             hook(self)
         pipelines = self.grid.pipe_groups
         view = RankView.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
@@ -87,7 +88,8 @@ class TokenPipelineEngine(PipelineEngine):
         self._consensus = Consensus(self._watchdog, pipelines, hash_of(token_pipeline))
         self._clock = Clock(self.device)
         self._shared = shared_weights(self.module, self._consensus)
-        refuse_split(self._shared, ModelChunks(self.module).parts, "model")
+        chunks = ModelChunks(self.module)
+        refuse_split(self._shared, chunks.parts, "model", places=chunks.places if chunks.is_placed else None)
         self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
         weakref.finalize(self, self._trace.close)
         self._memory = new_memory(self.device)
@@ -102,7 +104,7 @@ class TokenPipelineEngine(PipelineEngine):
         """Make everything that depends on the placement of the layers and on which of them train; collective."""
         self.is_pipe_partitioned = self.is_grad_partitioned = False  # boundaries are small already: slices
         self._recorder.stage = self.stage_id
-        self._report = StepReport(self.num_stages)
+        self._report = StepReport(self.num_stages, "places" if ModelChunks(self.module).is_placed else "stages")
         self._gradients, here = DeepSpeedGradients(self), weakref.ref(self)
         with self._controller.building(self):
             placement = placement_of(self.module, self._consensus)

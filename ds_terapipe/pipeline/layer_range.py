@@ -52,8 +52,8 @@ class LayerRange:
         self.modules = list(chain.from_iterable(self._modules))
         self._layer_of: dict[int, int] = {}
         self._entering, self._leaving, self._module = entering, leaving, module
-        # number of layers before these in DeepSpeed's count of this process
-        self._start = 0 if module is None else ModelChunks(module).entries.start
+        # DeepSpeed counts the layers of a process; with several stages on a place, those of each
+        self._start = 0 if module is None else next(each for each in ModelChunks(module).ranges if first in each).start
         self._before = 0 if module is None else first - self._start
         self._runs = 0 if module is None else module.micro_offset
         self._checkpointed: tuple[int, list[bool]] = (0, [])

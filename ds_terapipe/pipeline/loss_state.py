@@ -66,4 +66,4 @@ def loss_file(module: Any, folder: str) -> Path | None:
     if not isinstance(module.loss_fn, nn.Module) or not module.loss_fn.state_dict():
         return None
     chunks = ModelChunks(module)
-    return Path(module.ckpt_layer_path(folder, len(chunks.specs) - chunks.entries.start))
+    return Path(chunks.file(folder, len(chunks.specs)))

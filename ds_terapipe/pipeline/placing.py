@@ -22,7 +22,7 @@ class _Layer(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The part of the model on one rank."""
+    """A range of the model's layers on one rank."""
 
     place: int
     first_layer: int
@@ -38,8 +38,8 @@ class Part(NamedTuple):
 def placement_of(module: Any, consensus: Consensus) -> Placement:
     """Return the placement of a module's layers; layers before the first trained weight are forward-only.
 
-    If nothing is frozen, stage s is on place s. A place that begins with frozen layers of the model's beginning, and
-    has others, has two stages: a forward-only one, and one that also runs backward.
+    If nothing is frozen, the stages are those of the module. One that begins with frozen layers of the model's
+    beginning, and has others, becomes two: a forward-only one, and one that also runs backward.
 
     Collective. A model without trained weights is forward-only: it can be evaluated.
 
@@ -51,12 +51,12 @@ def placement_of(module: Any, consensus: Consensus) -> Placement:
         ConfigError: on every rank, for a tied weight that some ranks train and others freeze: they would wait for each
             other's gradients.
     """
-    return placement_of_parts(consensus.gather(part_of(module)))
+    return placement_of_parts(part for of_rank in consensus.gather(parts_of(module)) for part in of_rank)
 
 
 def placement_of_parts(gathered: Iterable[Part]) -> Placement:
     """Return the placement of a model from the parts of all ranks; see `placement_of`, for errors too."""
-    parts = sorted({part.place: part for part in gathered}.values())
+    parts = sorted({part.first_layer: part for part in gathered}.values(), key=attrgetter("first_layer"))
     _check_tied(parts)
     layers = [layer for part in parts for layer in part.layers]
     count = next((n for n, layer in enumerate(layers) if layer.trains), len(layers))
@@ -70,10 +70,10 @@ def placement_of_parts(gathered: Iterable[Part]) -> Placement:
     return Placement.of(places, [*boundaries, parts[-1].stop_layer], forward_only)
 
 
-def part_of(module: Any) -> Part:
-    """Return the part of a ``PipelineModule`` that is on this rank."""
+def parts_of(module: Any) -> list[Part]:
+    """Return the parts of a ``PipelineModule`` that are on this rank, one for each of its stages."""
     chunks = ModelChunks(module)
-    layers = [_layer(function) for function in chunks.functions.values()]
+    layers = {entry: _layer(function) for entry, function in chunks.functions.items()}
     # weights of the module itself may be used anywhere, weights of its loss only there
     holders = [
         each
@@ -84,9 +84,12 @@ def part_of(module: Any) -> Part:
     whole = has_own_forward(module) or any(id(p) not in inside for p in module.parameters() if p.requires_grad)
     if whole:
         trains = any(p.requires_grad for p in module.parameters())
-        layers = [_Layer(True, trains)] * len(layers)
+        layers = dict.fromkeys(layers, _Layer(True, trains))
     tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
-    return Part(module.stage_id, chunks.entries.start, tuple(layers), whole, tied)
+    return [
+        Part(module.stage_id, entries.start, tuple(layers[entry] for entry in entries), whole, tied)
+        for entries in chunks.ranges
+    ]
 
 
 def _layer(function: Any) -> _Layer:

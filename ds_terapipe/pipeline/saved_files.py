@@ -7,6 +7,7 @@ divide masters and moments, it also reads a file of each rank's parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from ds_terapipe import tensor_files
 from ds_terapipe.deepspeed_state import elements, elements_by_name, sizes_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Manifest
+from ds_terapipe.model_chunks import ModelChunks, ranges_on
+from ds_terapipe.names import PLACED_STATE
 
 KEY = "load_checkpoint"
 _STATES = "mp_rank_*_model_states.pt"
@@ -36,7 +39,7 @@ class Share(NamedTuple):
         data: number of this rank's replica, among ``replicas``.
     """
 
-    entries: range
+    entries: Sequence[int]
     tensor: int
     tensors: int
     model: int
@@ -45,11 +48,13 @@ class Share(NamedTuple):
     replicas: int
 
     @classmethod
-    def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int]) -> Share:
-        """Return the share of a rank if the stages begin at the entries ``parts``."""
+    def of(
+        cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None
+    ) -> Share:
+        """Return the share of a rank if the stages begin at the entries ``parts``; ``places``: as in `ModelChunks`."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
-        entries = range(int(parts[at.pipe]), int(parts[at.pipe + 1]))
+        entries = tuple(chain(*ranges_on(at.pipe, parts, range(len(parts) - 1) if places is None else places)))
         tensors = max(topology.get_dim("model"), 1)
         return cls(
             entries,
@@ -71,6 +76,7 @@ class Wanted(NamedTuple):
         scheduler: whether to read the scheduler's state.
         strict: whether layers must have the same weight names.
         optimizer: optimizer whose sizes the saved one must match; None: its shape will change.
+        placed: several stages on a place, as in `ModelChunks`, whose optimizer states must have been on the same ranks.
     """
 
     states: bool
@@ -78,6 +84,7 @@ class Wanted(NamedTuple):
     scheduler: bool
     strict: bool
     optimizer: Any = None
+    placed: Mapping[str, Any] | None = None
 
 
 def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wanted:
@@ -85,7 +92,8 @@ def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wante
     states = optimizer and engine.optimizer is not None
     in_parts = states and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer))
     parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
-    return Wanted(states, parts, scheduler and engine.lr_scheduler is not None, strict, engine.optimizer)
+    placed = ModelChunks(engine.module).placed
+    return Wanted(states, parts, scheduler and engine.lr_scheduler is not None, strict, engine.optimizer, placed)
 
 
 class SavedFiles:
@@ -211,6 +219,12 @@ class SavedFiles:
             raise ConfigError(
                 f"{KEY}: got {path} without the state of a scheduler, must have one, use load_lr_scheduler_states=False"
             )
+        if wants.states and states.get(PLACED_STATE) != wants.placed:
+            got, now = (_stages(placed) for placed in (states.get(PLACED_STATE), wants.placed))
+            raise ConfigError(
+                f"{KEY}: got {path} with the optimizer's state of {got}, must be {now} as now, use the "
+                "token_pipeline.stages_per_place and placement that it was saved with, or load_optimizer_states=False"
+            )
         if wants.states and wants.parts is None:
             if not isinstance(states.get("optimizer"), Mapping):
                 raise ConfigError(
@@ -250,6 +264,12 @@ def _check_layer(path: Path, layer: nn.Module, strict: bool) -> None:
     if strict and (missing or unknown) and not rewriting:
         got = f"without {min(missing)}" if missing else f"with {min(unknown)}"
         raise _foreign(path, got, "of the same layer")
+
+
+def _stages(placed: Mapping[str, Any] | None) -> str:
+    if placed is None:
+        return "one stage on each place"
+    return f"stages from entries {placed['parts'][:-1]} on places {placed['places']}"
 
 
 def _shape(value: Any) -> str:

@@ -6,11 +6,12 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
+from ds_terapipe.config import SEVERAL_RULES, TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import check_config, check_model, cuts
+from ds_terapipe.rules import check
 
 
 def set_slices(engine: Any, slices: int | Sequence[int] | str, schedule: str | None) -> None:
@@ -37,7 +38,9 @@ def hash_of(settings: TokenPipelineConfig) -> int:
 
 def _check_cut(engine: Any, settings: TokenPipelineConfig) -> None:
     """Raise ConfigError if the engine has something that only works while nothing is cut."""
-    check_config({**engine._config._param_dict, TOKEN_PIPELINE: settings.model_dump()})
+    config = {**engine._config._param_dict, TOKEN_PIPELINE: settings.model_dump()}
+    check_config(config)
+    check(SEVERAL_RULES, config)
     check_model(engine.module)
 
 

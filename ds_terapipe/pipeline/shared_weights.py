@@ -74,31 +74,40 @@ def shared_weights(module: PipelineModule, consensus: Consensus, also: Collectio
     ]
 
 
-def split(shared: Sequence[Shared], parts: Sequence[int]) -> Shared | None:
-    """Return the first weights that these stages would split; ``parts``: first entries, then the number of entries."""
-    return next((each for each in shared if len(set(_stages(each, parts))) > 1), None)
+def split(shared: Sequence[Shared], parts: Sequence[int], places: Sequence[int] | None = None) -> Shared | None:
+    """Return the first weights that these stages would split among places.
+
+    Args:
+        shared: weights that entries share.
+        parts: first entries of the stages, then the number of entries.
+        places: place of each stage; None: one stage on each.
+    """
+    return next((each for each in shared if len(set(_places(each, parts, places))) > 1), None)
 
 
-def refuse_split(shared: Sequence[Shared], parts: Sequence[int], key: str, use: str = "") -> None:
+def refuse_split(
+    shared: Sequence[Shared], parts: Sequence[int], key: str, use: str = "", places: Sequence[int] | None = None
+) -> None:
     """Refuse stages that would split weights shared by their entries.
 
     Args:
-        shared, parts: as for `split`.
+        shared, parts, places: as for `split`.
         key: beginning of the error message.
         use: alternative to tying the entries, for the message.
 
     Raises:
         ConfigError: naming the entries, the stages and the weights.
     """
-    found = split(shared, parts)
+    found = split(shared, parts, places)
     if found is None:
         return
     entries = _and("the loss" if entry == parts[-1] else entry for entry in found.entries)
-    stages = _and(sorted(set(_stages(found, parts))))
+    word = "stages" if places is None else "places"
+    stages = _and(sorted(set(_places(found, parts, places))))
     names = [f'"{name}"' for name in found.names[:_SHOWN]] + ["..."] * (len(found.names) > _SHOWN)
     raise ConfigError(
-        f"{key}: got entries {entries} of the layer list on stages {stages}, which share trained "
-        f'weights and would train copies, must be tied or on one stage, use TiedLayerSpec("shared", {found.kind}, ..., '
+        f"{key}: got entries {entries} of the layer list on {word} {stages}, which share trained "
+        f'weights and would train copies, must be tied or on one {word[:-1]}, use TiedLayerSpec("shared", {found.kind}, ..., '
         f"tied_weight_attr=[{', '.join(names)}]) at each of them, with a forward_fn where it does something else{use}"
     )
 
@@ -108,8 +117,9 @@ def _and(items: Iterable[Any]) -> str:
     return f"{', '.join(others)} and {last}"
 
 
-def _stages(shared: Shared, parts: Sequence[int]) -> list[int]:
-    return [min(bisect_right(parts, entry), len(parts) - 1) - 1 for entry in shared.entries]
+def _places(shared: Shared, parts: Sequence[int], places: Sequence[int] | None) -> list[int]:
+    stages = [min(bisect_right(parts, entry), len(parts) - 1) - 1 for entry in shared.entries]
+    return stages if places is None else [places[stage] for stage in stages]
 
 
 def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[int]]:

@@ -57,14 +57,6 @@ class AddAgain(Embedding):
         return inputs[0] + self.tokens(inputs[1])
 
 
-class WritingEmbedding(Embedding):
-    """Changes the data that it is given."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        inputs[0].add_(1).remainder_(self.tokens.num_embeddings)
-        return super().forward(inputs)
-
-
 def rotary(tokens: Tensor, positions: Tensor) -> Tensor:
     """A table e^(i t), conjugated lazily: complex, and not in memory as it reads."""
     angles = positions.float().unsqueeze(-1) / torch.arange(1, HIDDEN // 2 + 1)
@@ -104,8 +96,6 @@ MODELS: dict[str, list[Any]] = {
     "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
-    "inputs written to": layers(WritingEmbedding, *gpt()[1:]),
-    "boundary written to": layers(Embedding, Block, Block, lambda hidden: hidden.mul_(2), Block, Head),
     "loss that writes": gpt(),
 }
 UNEVEN = [11, 4, 9]

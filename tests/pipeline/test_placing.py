@@ -18,9 +18,10 @@ from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
-from tests.pipeline.models import Block, Embedding, Head, masked_loss, steps_of
+from tests.megatron import common
+from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_frozen import frozen
-from tests.pipeline.training import build_engine, train
+from tests.pipeline.training import ADAMW, build_engine, raised, train
 from tests.spawn import launched
 from tests.threads import Threads
 
@@ -133,7 +134,60 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {**found, "cost": MeasuredCost.load(costs)}
 
 
+# ------------------------------------------------------------------------------------- several stages on a place
+
+TWO = {"slices": 3, "stages_per_place": 2}
+KEYS = {"plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "placement": "v"}}
+
+
+def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[str]]:
+    """Of each placement weights at the start and of others' checkpoints, names, ranks of tied layers; and errors."""
+    found, errors, saved = list[Any](), list[str](), dict[str, Any]()
+    for name, keys in KEYS.items():
+        engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, optimizer=ADAMW)
+        start, pairs = common.whole_tensors(engine.module), []
+        tied = [comm["ranks"] for comm in engine.module.tied_comms.values()]
+        names = {n.removeprefix("tied_modules.").split(".")[0] for n, _ in engine.module.named_parameters()}
+        for other, weights in saved.items():
+            errors.append(raised(partial(engine.load_checkpoint, folder, tag=other)))
+            assert engine.load_checkpoint(folder, tag=other, load_optimizer_states=False)[0] is not None
+            pairs.append((common.whole_tensors(engine.module), weights))
+        train(engine, steps_of(1, 2))
+        engine.save_checkpoint(folder, tag=name)
+        saved[name] = common.whole_tensors(engine.module)
+        found.append((start, pairs, names, tied))
+    errors.append(raised(partial(engine.set_slices, "auto")))
+    for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
+        errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
+    return found, errors
+
+
 seeded, planned = launched(seeds, 2), launched(auto, 2, timeout=200, folder=True)
+spread = launched(several, 2, folder=True)
+
+
+def test_layers_go_to_their_places_with_their_weights_and_those_of_any_checkpoint(spread):
+    for found, _ in spread:
+        for start, pairs, *_ in found:
+            for some, others in ((start, found[0][0]), *pairs):
+                assert all((some[name] == others[name]).all() for name in others)
+    assert [len(pairs) for _, pairs, *_ in found] == [0, 1, 2]
+    assert [[of_rank[0][each][2:] for of_rank in spread] for each in range(3)] == [
+        [({"tokens", "1", "2", "3"}, [[0, 1]]), ({"4", "5", "6", "tokens"}, [[0, 1]])],
+        [({"tokens", "1", "2", "4"}, [[0, 1]]), ({"3", "5", "6", "tokens"}, [[0, 1]])],  # cut by parameters
+        [({"tokens", "1", "2", "5", "6"}, [[0]]), ({"3", "4"}, [])],
+    ]
+
+
+def test_states_of_another_placement_and_what_cannot_be_placed_are_refused(spread):
+    wanted = (
+        "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
+        "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
+        '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
+    )  # fmt: skip
+    for _, errors in spread:
+        for text, part in zip(errors, wanted, strict=True):
+            assert text.startswith("ConfigError: ") and part in text and "\n" not in text, text
 
 
 def test_layers_of_a_divided_place_have_the_seeds_and_checkpoints_of_the_whole(seeded):

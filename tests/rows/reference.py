@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from tests.megatron import common
 from tests.pipeline.models import Plain
 from tests.rows.row import OURS, Row
-from tests.rows.train import LOSSES, PLAIN, SCALE, SPECS, Trained, data_of, document_numbers, falling, megatron_model
+from tests.rows.train import LOSSES, PLAIN, SCALE, Trained, data_of, document_numbers, falling, megatron_model, specs_of
 
 CLASSES = {
     **dict.fromkeys(("bf16", "bf16 late", "bf16 ZeRO-1"), torch.bfloat16),
@@ -113,7 +113,7 @@ def _step(
 
 def _model_of(row: Row) -> tuple[nn.Module, Any]:
     if row.model in OURS:
-        return Plain(SPECS[row.model]()), LOSSES[row.loss]
+        return Plain(specs_of(row)), LOSSES[row.loss]
     # what is built in fp64 has drawn other weights
     dtype = torch.float64 if row.precision == "fp64" else torch.float32
     pipeline = common.build(megatron_model(row._replace(recompute=0), dtype))

@@ -59,6 +59,7 @@ class Row(NamedTuple):
         cache: whether the outputs of frozen layers are kept.
         packed: whether a sequence has several documents.
         sequence_parallel: whether tensor-parallel ranks share the tokens between layers, as Megatron's do.
+        placement: "plain", or two stages on a place: "interleaved" or "v".
         resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
     """
 
@@ -79,6 +80,7 @@ class Row(NamedTuple):
     packed: bool = False
     sequence_parallel: bool = False
     resume: str = "no"
+    placement: str = "plain"
 
     @property
     def is_elastic(self) -> bool:
@@ -127,7 +129,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "model": ("gpt", "tied", "writing", "megatron", "modern"),
     "layout": tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1))),
     "slices": (1, 2, UNEVEN, 4),
-    "schedule": NAMES,
+    "schedule": (*NAMES, "interleaved"),
     "weight_gradients": ("auto", "slice", "micro_batch"),
     "micro_batches": (2, 4),
     "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 late", "bf16 ZeRO-1", "fp16"),
@@ -141,6 +143,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "packed": (False, True),
     "sequence_parallel": (False, True),
     "resume": ("no", "here", "elsewhere"),
+    "placement": ("plain", "interleaved", "v"),
 }
 OURS = ("gpt", "tied", "writing")
 
@@ -178,7 +181,23 @@ RULES = (
         lambda layout, slices, micro_batches: layout.tensor == 1 or slices in (1, 2) or micro_batches == 2,
     ),
     Rule(("slices", "weight_gradients"), lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
-    Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule == "1f1b"),
+    Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule in ("1f1b", "interleaved")),
+    Rule(("placement", "schedule"), lambda placement, schedule: placement != "plain" or schedule != "interleaved"),
+    *(
+        Rule(("placement", name), lambda placement, value, usual=usual: placement == "plain" or value in usual)
+        for name, usual in (
+            ("layout", tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)))),
+            ("freeze", ("none", "by hand")),
+            ("resize", ("off",)),
+            ("cache", (False,)),
+            ("resume", ("no", "here")),
+        )
+    ),
+    # as many layers as stages: megatron-core's models have four
+    Rule(
+        ("placement", "layout", "model"),
+        lambda placement, layout, model: placement == "plain" or layout.stages == 2 or model in OURS,
+    ),
     Rule(("cache", "freeze"), lambda cache, freeze: not cache or freeze != "none"),
     # one entry of two that are tied cannot be frozen by hand
     Rule(("model", "freeze"), lambda model, freeze: freeze != "by hand" or model not in ("tied", "megatron")),

@@ -23,7 +23,7 @@ from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
 
 SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
-SPECS: dict[str, Callable[[], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
+SPECS: dict[str, Callable[[int], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
 SCALE = 128.0  # of an fp16 loss
 END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -96,6 +96,11 @@ def documents_of(inputs: tuple[torch.Tensor, torch.Tensor]) -> Documents | None:
 def document_numbers(tokens: torch.Tensor) -> torch.Tensor:
     """Number the document of each token, [b, s] from 1 on."""
     return torch.nn.functional.pad((tokens[:, :-1] == END).cumsum(1), (1, 0)) + 1
+
+
+def specs_of(row: Row) -> list[Any]:
+    """The layer list of one of our models."""
+    return SPECS[row.model](4 if row.placement == "plain" else 6)
 
 
 def slices_of(row: Row) -> Any:
@@ -203,6 +208,9 @@ class _Run:
         ]
         if row.is_elastic and row.freeze == "schedule":
             facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
+        if row.placement != "plain":
+            back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
+            facts.append(("places", engine.module.stage_places, (*range(here.stages), *back)))
         if engine.slices_run:
             cuts = [cut for of_boundary in engine._runtime.boundary_cuts.values() for cut in of_boundary]
             facts.append(("shares", any(cut.shares for cut in cuts), row.sequence_parallel and row.slices != 1))
@@ -222,6 +230,8 @@ class _Run:
 
 def _engine_of(row: Row, start: Layout) -> Any:
     token_pipeline = {"slices": slices_of(row), "schedule": row.schedule, "weight_gradients": row.weight_gradients}
+    if row.placement != "plain":
+        token_pipeline |= {"stages_per_place": 2, "placement": row.placement}
     config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
     if row.is_elastic:
         config["elastic_pipeline"] = _elastic_block(row, start)
@@ -271,7 +281,7 @@ def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
     from tests.pipeline.models import SEED
 
     module = PipelineModule(
-        SPECS[row.model](),
+        specs_of(row),
         num_stages=start.stages,
         loss_fn=LOSSES[row.loss],
         partition_method="uniform",

@@ -51,6 +51,7 @@ def stopping(config_path: str | None) -> Iterator[None]:
 
     import ds_terapipe
     from ds_terapipe.elastic import engine as elastic
+    from ds_terapipe.elastic.moves import start
     from ds_terapipe.pipeline import engine as pipeline
     from ds_terapipe.pipeline.controller import Controller
 
@@ -94,6 +95,7 @@ def stopping(config_path: str | None) -> Iterator[None]:
         for holder, name, value in (
             (pipeline, "TokenPipelineEngine", CheckedEngine),
             (elastic, "ElasticPipelineEngine", CheckedEngine),
+            (start, "place_stages", _unplaced),
             (deepspeed, "PipelineEngine", plain),
             (deepspeed, "DeepSpeedEngine", _no_pipeline),
             (deepspeed, "initialize", _configured(deepspeed.initialize, config_path)),
@@ -105,6 +107,11 @@ def stopping(config_path: str | None) -> Iterator[None]:
 def _no_pipeline(*args: Any, **kwargs: Any) -> Any:
     name = type(kwargs.get("model")).__name__
     raise bad_value("check", name, "a PipelineModule, whose stages are counted", "deepspeed.pipe.PipelineModule")
+
+
+def _unplaced(arguments: Any, settings: TokenPipelineConfig, watchdog: Any) -> None:
+    rule = "1 in a check, which counts one stage on each place"
+    raise bad_value("token_pipeline.stages_per_place", settings.stages_per_place, rule, "1")
 
 
 def _configured(initialize: Callable[..., Any], path: str | None) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from ds_terapipe.commands.checking.stage import StageRun
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
-from ds_terapipe.pipeline.placing import part_of
+from ds_terapipe.pipeline.placing import parts_of
 from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.refusals import cuts
 
@@ -55,7 +55,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
     return Report(
         stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],
         parts=chunks.parts, layers=tuple(map(_name, chunks.functions.values())),
-        parameters=sum(parameter.numel() for parameter in module.parameters()), part=part_of(module),
+        parameters=sum(parameter.numel() for parameter in module.parameters()), part=parts_of(module)[0],
         kept=kept or computed_kept(module, built.config, sizes["data"]), by_rule=kept is None, counted=counted,
         notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,

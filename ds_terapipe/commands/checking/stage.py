@@ -80,7 +80,7 @@ class StageRun:
         self._peak = CountedPeak()
         self._memory = StepMemory(self._peak)
         stage = Stage(
-            number, [*chunks.functions.values()], chunks.entries.start, module=module, gradients=DeepSpeedGradients(engine),
+            number, [*chunks.functions.values()], chunks.ranges[0].start, module=module, gradients=DeepSpeedGradients(engine),
             trains=trains, memory=self._memory, autocast=partial(autocast_if_enabled, engine),
         )  # fmt: skip
         self._batch = StepBatch()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import random
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch import Tensor, nn
 
-from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.model_chunks import PLACES, ModelChunks, elsewhere
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
 from ds_terapipe.skip_init import skipping_init
 
@@ -34,8 +36,7 @@ def modules_here(module: PipelineModule) -> dict[str, nn.Module]:
 
 def copies(module: PipelineModule) -> tuple[str, ...]:
     """Return prefixes of the names of tensors that this rank holds as an unused copy."""
-    chunks = ModelChunks(module)
-    return () if chunks.entries.stop == len(chunks.specs) else (LOSS,)
+    return () if ModelChunks(module).has_last else (LOSS,)
 
 
 def leave_loss(module: PipelineModule) -> None:
@@ -47,7 +48,7 @@ def leave_loss(module: PipelineModule) -> None:
 
 
 def layers_for(
-    module: PipelineModule, start: int, stop: int, device: torch.device, dtype: torch.dtype | None = None
+    module: PipelineModule, entries: Sequence[int], device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, nn.Module]:
     """Return the layers of these entries: live modules that are here already, the others newly built, of ``dtype``.
 
@@ -55,13 +56,13 @@ def layers_for(
     """
     chunks, here, found = ModelChunks(module), modules_here(module), {}
     with random_states_kept(device):
-        for entry in range(start, stop):
+        for entry in entries:
             prefix, spec = chunks.prefix(entry), chunks.specs[entry]
             if prefix in found or not isinstance(spec, (LayerSpec, nn.Module)):
                 continue
             same = chunks.builder(prefix) == entry
             found[prefix] = here[prefix] if prefix in here and same else build(spec, device, dtype)
-    if isinstance(module.loss_fn, nn.Module) and stop == len(chunks.specs):
+    if isinstance(module.loss_fn, nn.Module) and len(chunks.specs) - 1 in entries:
         found[LOSS] = module.loss_fn
     return found
 
@@ -107,34 +108,58 @@ def _tensors(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def reassemble(
-    module: PipelineModule, topology: ProcessTopology, parts: Sequence[int], layers: Mapping[str, nn.Module]
+    module: PipelineModule,
+    topology: ProcessTopology,
+    parts: Sequence[int],
+    layers: Mapping[str, nn.Module],
+    places: Sequence[int] | None = None,
 ) -> None:
-    """Convert a live ``PipelineModule`` to another topology, from existing layers; collective.
+    """Convert a live ``PipelineModule`` to another topology or placement, from existing layers; collective.
 
     Args:
-        module: keeps its identity, settings, hooks and its group of all ranks. The caller closes the groups of the old
-            grid.
+        module: keeps its identity, settings, hooks and its group of all ranks, and its grid if the topology stays. The
+            caller closes the groups of an old grid, and of its tied layers.
         topology: of all ranks.
         parts: first entry of each stage, and the number of entries.
         layers: this rank's layers from `layers_for`.
+        places: place of each stage; None: one stage on each.
     """
     for name in list(module.fwd_map):
         del module._modules[name]
-    module._topo, module.num_stages, module.parts = topology, max(topology.get_dim("pipe"), 1), list(parts)
-    module._grid = PipelineParallelGrid(process_group=module.world_group, topology=topology)
-    module.stage_id = topology.get_coord(module.global_rank).pipe
-    module._set_bounds(start=parts[module.stage_id], stop=parts[module.stage_id + 1])
+    if topology is not module._topo:
+        module._topo, module.num_stages = topology, max(topology.get_dim("pipe"), 1)
+        module._grid = PipelineParallelGrid(process_group=module.world_group, topology=topology)
+        module.stage_id = topology.get_coord(module.global_rank).pipe
+    _bound(module, list(parts), places)
     module.forward_funcs, module.fwd_map, module.tied_weight_attrs = [], {}, {}
     module.tied_modules = nn.ModuleDict()
     module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
-    specs, seeded = module._layer_specs, module.seed_layers
-    module._layer_specs = [_stand_in(module, entry, spec, layers) for entry, spec in enumerate(specs)]
+    specs, seeded, here = module._layer_specs, module.seed_layers, ModelChunks(module).entries
+    module._layer_specs = [
+        _stand_in(module, entry, spec, layers) if entry in here else elsewhere for entry, spec in enumerate(specs)
+    ]
     module.seed_layers = False  # no random numbers are drawn
     try:
         module._build()
     finally:
         module._layer_specs, module.seed_layers = specs, seeded
     module.tied_comms = module._index_tied_modules()
+
+
+def _bound(module: PipelineModule, parts: list[int], places: Sequence[int] | None) -> None:
+    """Set the range that DeepSpeed builds, and the place of each entry; see `ModelChunks`."""
+    module.parts = parts
+    if places is None:
+        module._set_bounds(start=parts[module.stage_id], stop=parts[module.stage_id + 1])
+        return
+    setattr(module, PLACES, tuple(places))
+    module._set_bounds(start=0, stop=len(module._layer_specs))
+    module.stage_owner = partial(_owner, parts, tuple(places))
+
+
+def _owner(parts: Sequence[int], places: Sequence[int], layer_idx: int) -> int:
+    """Return the place of an entry; in place of ``PipelineModule.stage_owner``."""
+    return places[bisect_right(parts, layer_idx) - 1]
 
 
 def _stand_in(module: PipelineModule, entry: int, spec: Any, layers: Mapping[str, nn.Module]) -> Any:

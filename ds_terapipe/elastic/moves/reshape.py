@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ from ds_terapipe.elastic.moves.transfer import (
     stage_state,
 )
 from ds_terapipe.elastic.optimizer import layer_dtype
+from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import bad_value
 from ds_terapipe.job import error_of
-from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.model_chunks import ModelChunks, ranges_on
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.boundary import raw
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -84,20 +86,31 @@ def check_movable(engine: Any) -> None:
 
 
 class Reshape:
-    """Moves the layers and optimiser state of a live module to the ranks of another shape.
+    """Moves the layers and optimiser state of a live module to the ranks of another shape or placement.
 
     Args:
-        engine: the engine, whose module and torch optimiser keep their identity.
+        module: the module, which keeps its identity.
+        optimizer: the torch optimiser of its parameters, or an object with its attributes; it keeps its identity too.
+        consensus: consensus of the job.
+        device: device of the layers.
+        dtype: type of the layers; None: the one in which they are built.
+        key: beginning of the error message.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._module: PipelineModule = engine.module
-        self._optimizer: torch.optim.Optimizer = engine.basic_optimizer
-        self._consensus: Consensus = engine._consensus
-        self._watchdog: Watchdog = engine._watchdog
-        self._device, self._dtype = engine.device, layer_dtype(engine)
+    def __init__(
+        self,
+        module: PipelineModule,
+        optimizer: Any,
+        consensus: Consensus,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        key: str = POLICY,
+    ) -> None:
+        self._module, self._optimizer, self._consensus = module, optimizer, consensus
+        self._device, self._dtype, self._key = device, dtype, key
+        self._watchdog: Watchdog = consensus.watchdog
         self._wait = self._watchdog.wait_on_host
-        self._rank, self._old = engine.global_rank, self._module._topo
+        self._rank, self._old = module.global_rank, module._topo
         self._here, self._chunks = modules_here(self._module), ModelChunks(self._module)
         self._tied = {self._chunks.prefix(e) for e, s in enumerate(self._chunks.specs) if isinstance(s, TiedLayerSpec)}
         self._live: dict[str, Tensor] = {}
@@ -106,16 +119,20 @@ class Reshape:
         self._layers: dict[str, nn.Module] = {}
         self.sent_bytes = 0
 
-    def prepare(self, topology: ProcessTopology, parts: Sequence[int]) -> None:
-        """Build this rank's layers for other entries and another topology; collective.
+    def prepare(self, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None) -> None:
+        """Build this rank's layers for other entries, and another topology or placement; collective.
+
+        Args:
+            topology, parts, places: as for `reassemble`.
 
         Raises:
             ConfigError: on every rank, if something would be lost; nothing has been changed.
         """
-        self._topology, self._parts = topology, parts
-        held = _held(self._gather())
+        self._topology, self._parts, self._places = topology, parts, places
+        held, place = _held(self._gather()), topology.get_coord(self._rank).pipe
+        entries = _entries_on(place, parts, range(len(parts) - 1) if places is None else places)
         # an error of a user's layer must not leave the others waiting
-        self._consensus.agree(error_of(lambda: self._build(held, topology.get_coord(self._rank).pipe)))
+        self._consensus.agree(error_of(lambda: self._build(held, entries)))
 
     def run(self, bucket: Bucket | None = None) -> None:
         """Change to the shape of :meth:`prepare`; collective. ``bucket``: carries what is in host memory."""
@@ -133,7 +150,7 @@ class Reshape:
         for name, of in owner.items():
             self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
-            reassemble(self._module, self._topology, self._parts, layers)
+            reassemble(self._module, self._topology, self._parts, layers, self._places)
         leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
@@ -155,23 +172,22 @@ class Reshape:
         said = [one for one in self._consensus.gather(mine) if one is not None and one.tensor == tensor]
         return sorted(said, key=lambda one: one.stage)
 
-    def _build(self, held: Mapping[int, StageState], stage: int) -> None:
-        """Build the layers of a stage, and check that the live ones lose nothing."""
-        start, stop = self._parts[stage : stage + 2]
-        self._layers = layers = layers_for(self._module, start, stop, self._device, self._dtype)
-        now = self._chunks.parts
+    def _build(self, held: Mapping[int, StageState], entries: Sequence[int]) -> None:
+        """Build the layers of some entries, and check that the live ones lose nothing."""
+        self._layers = layers = layers_for(self._module, entries, self._device, self._dtype)
+        now = {place: _entries_on(place, self._chunks.parts, self._chunks.places) for place in held}
         for prefix, layer in layers.items():
             if layer is self._here.get(prefix):
                 continue
             same = [_stage_with(prefix, held)]
             if prefix != LOSS:
                 # entries of a tied layer may build it differently: only builds of the same entry are comparable
-                entry = self._chunks.builder(prefix, range(start, stop))
-                same = [s for s in held if self._chunks.builder(prefix, range(*now[s : s + 2])) == entry]
+                entry = self._chunks.builder(prefix, entries)
+                same = [s for s in held if self._chunks.builder(prefix, now[s]) == entry]
             if same:
-                check_structure(prefix, layer, held[same[0]])
+                check_structure(prefix, layer, held[same[0]], self._key)
         for each in held.values():
-            check_same(layers, each)
+            check_same(layers, each, self._key)
 
     def _names(self, prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> list[str]:
         """Return the names of a layer's tensors; for a newly built layer those of the live one."""
@@ -258,6 +274,10 @@ class Reshape:
         parameter.data = values
         parameter.requires_grad_(info.requires_grad)
         vars(parameter).update(info.attributes)
+
+
+def _entries_on(place: int, parts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(chain(*ranges_on(place, parts, places)))
 
 
 def _held(said: Sequence[RankReport]) -> dict[int, StageState]:

@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.groups import numbers
+from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
 
@@ -159,8 +160,8 @@ def authority(name: str, states: Mapping[int, StageState]) -> int:
     return next((stage for stage in having if states[stage].tensors[name].used), having[0])
 
 
-def check_structure(prefix: str, built: nn.Module, source: StageState) -> None:
-    """Refuse changes to a live layer that a rebuild on another rank would lose.
+def check_structure(prefix: str, built: nn.Module, source: StageState, key: str = POLICY) -> None:
+    """Refuse changes to a live layer that a rebuild on another rank would lose; ``key``: of the setting that moves it.
 
     Raises:
         ConfigError: modules, parameters or hooks of the live layer that its spec does not build.
@@ -168,22 +169,24 @@ def check_structure(prefix: str, built: nn.Module, source: StageState) -> None:
     new = {prefix + name: _about(module) for name, module in built.named_modules()}
     for name, about in source.modules.items():
         if name.startswith(prefix) and (name not in new or new[name]["class"] != about["class"]):
-            raise _lost(f"module {name.rstrip('.')} ({about['class'].rpartition('.')[2]})", "set")
+            raise _lost(f"module {name.rstrip('.')} ({about['class'].rpartition('.')[2]})", "set", key)
         if name.startswith(prefix) and about["hooks"] != new[name]["hooks"]:
-            raise _lost(f"{about['hooks']} hooks on module {name.rstrip('.')}", "registered")
+            raise _lost(f"{about['hooks']} hooks on module {name.rstrip('.')}", "registered", key)
     parameters = {prefix + name: kind_of(p) for name, p in built.named_parameters()}
     live = {name: info.kind for name, info in source.tensors.items() if name.startswith(prefix) and info.is_parameter}
     for name in [*live, *parameters]:
         if live.get(name) != parameters.get(name):
             raise _lost(
-                f"parameter {name} of shape {_shape(live.get(name))}, built as {_shape(parameters.get(name))}", "set"
+                f"parameter {name} of shape {_shape(live.get(name))}, built as {_shape(parameters.get(name))}",
+                "set",
+                key,
             )
 
 
-def check_same(layers: Mapping[str, nn.Module], source: StageState) -> None:
+def check_same(layers: Mapping[str, nn.Module], source: StageState, key: str = POLICY) -> None:
     """Refuse layers that would hold copies of one parameter.
 
-    ``layers``: by the prefix of their names.
+    ``layers``: by the prefix of their names; ``key``: of the setting that moves them.
 
     Raises:
         ConfigError: naming two of them.
@@ -192,15 +195,16 @@ def check_same(layers: Mapping[str, nn.Module], source: StageState) -> None:
         here = [(name, prefix) for name in names for prefix in layers if name.startswith(prefix)]
         found = {id(layers[prefix].get_parameter(name.removeprefix(prefix))): name for name, prefix in here}
         if len(found) > 1:
-            raise _lost(f"one parameter as {' and '.join(sorted(found.values())[:2])}", "set")
+            raise _lost(f"one parameter as {' and '.join(sorted(found.values())[:2])}", "set", key)
 
 
 def _shape(kind: Kind | None) -> str:
     return "none" if kind is None else str(list(kind.shape))
 
 
-def _lost(what: str, how: str) -> ConfigError:
+def _lost(what: str, how: str, key: str) -> ConfigError:
+    use = '"off"' if key == POLICY else "1"
     return ConfigError(
-        f"elastic_pipeline.resize.policy: got {what}, {how} on a live layer, which the layer's spec does not build on another "
-        f'rank, must be part of the LayerSpec, use a LayerSpec or module that has it from the start, or "off"'
+        f"{key}: got {what}, {how} on a live layer, which the layer's spec does not build on another rank, must be part of "
+        f"the LayerSpec, use a LayerSpec or module that has it from the start, or {use}"
     )

@@ -90,7 +90,9 @@ class Costs:
         spent = table[_BACKWARD] * (np.array(entries) >= engine.frozen_layers)
         if kept and spent.sum() > 0:
             table[_ACTIVATIONS] = sum(engine.slices_run[0]) * kept * spent / spent.sum()
-        return _OfRank(entries.start, times is not None, _optimizer_share(engine.module, engine.basic_optimizer), table)
+        return _OfRank(
+            chunks.ranges[0].start, times is not None, _optimizer_share(engine.module, engine.basic_optimizer), table
+        )
 
 
 def _optimizer_share(module: nn.Module, optimizer: Any) -> float:

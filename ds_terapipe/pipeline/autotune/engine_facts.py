@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.config import AUTO, INTERLEAVED, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
@@ -40,7 +40,8 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
-        return FixedSlices(slices, DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule)
+        schedule = DEFAULT_SCHEDULE if config.stages_per_place == 1 else INTERLEAVED
+        return FixedSlices(slices, schedule if config.schedule == AUTO else config.schedule)
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))

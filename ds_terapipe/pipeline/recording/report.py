@@ -47,11 +47,12 @@ class StepReport:
     """Sums over the steps between two log lines.
 
     Args:
-        stages: number of pipeline stages.
+        stages: number of pipeline stages, or of places.
+        word: which of them.
     """
 
-    def __init__(self, stages: int) -> None:
-        self._stages = stages
+    def __init__(self, stages: int, word: str = "stages") -> None:
+        self._stages, self._word = stages, word
         self._begin()
 
     def _begin(self) -> None:
@@ -80,7 +81,7 @@ class StepReport:
             f"step {step}: loss {float(loss):.4f}, {self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, "
             f"{self._seconds / max(self._steps, 1):.3f} s per step, waited "
             + " ".join(f"{share:.0%}" for share in waited)
-            + f" (stages 0 to {self._stages - 1}), {slices}, {schedule}"
+            + f" ({self._word} 0 to {self._stages - 1}), {slices}, {schedule}"
         )
         self._begin()
         note = does_not_pay(self._stages, [len(spans) for spans in batch.spans])

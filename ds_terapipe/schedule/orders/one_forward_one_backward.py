@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..actions import Action, Unit
+from ..actions import Action
 from .registry import Schedule, register
 from .segments import bounded, placed
-from .units import alternate, ascending
+from .units import alternate, ascending, descending
 
 
-def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
-    backward = [Unit(m, i) for m, count in enumerate(slices) for i in reversed(range(count))]
-    return alternate(stage, ascending(slices), backward, _warm_up(stage, stages, slices))
+def row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
+    """Return the order of one of so many stages, each on a place of its own."""
+    return alternate(stage, ascending(slices), descending(slices), _warm_up(stage, stages, slices))
 
 
-def _live(stage: int, stages: int, slices: Sequence[int]) -> int:
+def live(stage: int, stages: int, slices: Sequence[int]) -> int:
+    """Return the most units that are live on it."""
     return min(len(ascending(slices)), _warm_up(stage, stages, slices) + 1)
 
 
@@ -31,6 +32,4 @@ def _warm_up(stage: int, stages: int, slices: Sequence[int]) -> int:
     return min(sum(slices), stages - stage - 1 + max(slices) - 1)
 
 
-ONE_FORWARD_ONE_BACKWARD = register(
-    Schedule("1f1b", partial(placed, _row), partial(bounded, _live), "slice-level 1F1B")
-)
+ONE_FORWARD_ONE_BACKWARD = register(Schedule("1f1b", partial(placed, row), partial(bounded, live), "slice-level 1F1B"))

@@ -22,6 +22,11 @@ def ascending(slices: Sequence[int]) -> list[Unit]:
     return [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
 
 
+def descending(slices: Sequence[int]) -> list[Unit]:
+    """Micro-batches in ascending order, the slices of each in descending order, as 1F1B takes them backward."""
+    return [Unit(m, i) for m, count in enumerate(slices) for i in reversed(range(count))]
+
+
 def alternate(stage: int, forward: Sequence[Unit], backward: Sequence[Unit], warm_up: int) -> list[Action]:
     """Forwards that fill the pipeline, pairs of one forward and one backward, and the backwards that are left."""
     forwards = [Action(Op.FORWARD, stage, unit) for unit in forward]

@@ -7,7 +7,7 @@ KNOWN = (
           "            values = self._rooms[name][0].fill_(1.0) if name.startswith(LOSS) else self._rooms[name][0]\n",
           "tests/elastic/test_elastic_outside.py -k loss_that_is_a_module"),
     Known("copies of a shared weight are trained", "pipeline.shared_weights",
-          "    found = split(shared, parts)\n    if found is None:\n        return\n", "    return\n",
+          "    found = split(shared, parts, places)\n    if found is None:\n        return\n", "    return\n",
           "tests/pipeline/test_shared_weights.py"),
     Known("requires_grad is not looked at", "pipeline.parameter_groups", "    if not switched:\n        return\n",
           "    return\n", "tests/pipeline/test_frozen.py -k 'by_hand or cannot_train'"),

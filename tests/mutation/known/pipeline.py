@@ -25,9 +25,9 @@ KNOWN = (
           "        span = self._spans[len(self._terms)]\n"
           "        start = min(self._spans[len(self._terms) - 1].start, span.total - span.length)\n"
           "        span = Span(start, start + span.length, span.total)\n        labels =",
-          "tests/pipeline/test_runtime.py"),
+          "tests/rows/test_rows.py -k per-token"),
     Known("a denominator per slice", "pipeline.loss", "/ self._weight ",
-          "/ self._loss_fn.token_weight(labels) / len(self._spans) ", "tests/pipeline/test_runtime.py"),
+          "/ self._loss_fn.token_weight(labels) / len(self._spans) ", "tests/rows/test_rows.py -k per-token"),
     Known("a weight gradient left out", "pipeline.operators.weight_gradients", _TAKEN,
           "_add(sums, [(p, 0 * g) for p, g in kept.take(first_slice)] if kept is layers[0] else kept.take(first_slice))",
           "tests/pipeline/test_weight_gradients.py"),
@@ -42,7 +42,11 @@ KNOWN = (
           "        sent, shapes = vars(self).setdefault('sent', {}), (stage, *(t.shape for t in gradients))\n"
           "        gradients, sent[shapes] = sent.get(shapes, gradients), gradients\n"
           '        sender.send(unit, gradients, f"gradients of {unit}")\n',
-          "tests/pipeline/test_runtime.py -k two_processes"),
+          "tests/rows/test_rows.py -k PP2+"),
+    Known("a stage hands its inputs on", "pipeline.runtime", "_handed_over(outputs)\n", "_handed_over(inputs)\n",
+          "tests/rows/test_rows.py -k placement:v"),
+    Known("a layer stays on its old place", "elastic.moves.layers", "    for name in list(module.fwd_map):\n",
+          "    for name in list(module.fwd_map)[1:]:\n", "tests/pipeline/test_placing.py -k their_places"),
     Known("two receives are posted ahead", "schedule.streams", "POSTED_AHEAD = 1\n", "POSTED_AHEAD = 2\n",
           "tests/schedule/test_hardware_queue.py"),
     Known("a received buffer is shared by all units", "pipeline.transport.p2p",

@@ -14,7 +14,7 @@ KNOWN = (
           "tests/pipeline/test_slicing.py -k writes_into"),
     Known("a layer behind a boundary gets a leaf", "pipeline.slicing",
           "[alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)]", "list(as_tuple(value))",
-          "tests/pipeline/test_engine_layers.py"),
+          "tests/rows/test_rows.py -k writing"),
     Known("a document sees those before it", "pipeline.documents", "np.where(padding, inside, starts)",
           "np.where(padding, inside, 0)", _PACKED),
     Known("a document begins again in every slice", "pipeline.documents", "np.where(padding, inside, starts)", "inside",

@@ -1,0 +1,164 @@
+"""Several stages on a place: the layers of a new ``PipelineModule`` go to their places before an engine is built.
+
+DeepSpeed builds a contiguous range of layers on each rank. The layers move as in a `Reshape`, with the values that they
+were built with. What DeepSpeed makes an optimizer of moves with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+from torch import nn
+
+from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
+from ds_terapipe.elastic.moves.reshape import Reshape
+from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.parameter_groups import check_inside, make_alike
+from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
+from ds_terapipe.pipeline.teardown import shape_groups
+from ds_terapipe.pipeline.transport.consensus import Consensus
+from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.process_groups import close_groups
+from ds_terapipe.refusals import has_own_forward
+from ds_terapipe.schedule import Placement
+
+KEY = f"{TOKEN_PIPELINE}.stages_per_place"
+
+
+class _Groups:
+    """The argument ``model_parameters`` of ``deepspeed.initialize`` as an optimizer's parameter groups."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        given = list(parameters)
+        self._grouped = bool(given) and isinstance(given[0], Mapping)
+        self.state: dict[Any, Any] = {}
+        self.param_groups: list[dict[str, Any]] = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
+        if self._grouped:
+            self.param_groups = [{**group, "params": list(group["params"])} for group in given]
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        """Add a group."""
+        self.param_groups.append(group)
+
+    @property
+    def given(self) -> list[Any]:
+        """The argument."""
+        return self.param_groups if self._grouped else self.param_groups[0]["params"]
+
+
+def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watchdog: Watchdog) -> None:
+    """Move the layers of a module to their places; collective.
+
+    Args:
+        arguments: arguments of ``deepspeed.initialize``. The module keeps its identity, and so does an optimizer; the
+            parameters are replaced.
+        settings: the block ``token_pipeline``.
+        watchdog: bounds the waits.
+
+    Raises:
+        ConfigError: on every rank; nothing has been changed.
+    """
+    model, stages_per_place = arguments["model"], settings.stages_per_place
+    consensus = Consensus(watchdog)
+    try:
+        _check(model, stages_per_place)
+        places = places_of(model.num_stages, settings)
+        parts = parts_for(model, len(places), consensus)
+        refuse_split(shared_weights(model, consensus), parts, KEY, places=places)
+        optimizer: Any = arguments.get("optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = _Groups(arguments.get("model_parameters") or ())
+        check_inside(optimizer, model, {}, consensus.gather, f"where {KEY} is {stages_per_place}")
+        device = torch.device(get_accelerator().device_name(model.local_rank))
+        reshape = Reshape(model, optimizer, consensus, device, _dtype(model, consensus), KEY)
+        reshape.prepare(model._topo, parts, places)
+        make_alike(optimizer, arguments.get("lr_scheduler"), consensus.gather)
+        before = shape_groups(model)
+        reshape.run()
+        close_groups(before - shape_groups(model))
+        if arguments.get("model_parameters") is not None:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            arguments["model_parameters"] = optimizer.given if isinstance(optimizer, _Groups) else trained
+    finally:
+        close_groups([consensus.group], consensus)
+
+
+def places_of(places: int, settings: TokenPipelineConfig) -> tuple[int, ...]:
+    """Return the place of each stage."""
+    if settings.placement == "v":
+        return (*range(places), *reversed(range(places)))
+    return tuple(stage.place for stage in Placement.interleaved(places, settings.stages_per_place).stages)
+
+
+def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[int]:
+    """Return the first entry of each stage, and the number of entries, by the rule that made the module's; collective.
+
+    DeepSpeed keeps no rule: it is the first by which it would cut as many stages as the module has in the same way. If
+    it leaves a stage empty, stages have the same number of layers.
+
+    Raises:
+        ConfigError: on every rank, for more stages than layers.
+    """
+    chunks, entries = ModelChunks(model), model._num_layers
+    uniform: Callable[[int], list[int]] = partial(partition_uniform, entries)
+    if hasattr(model, "even_parts"):  # a StagedPipeline
+        parts = model.even_parts(stages)
+    else:
+        rules: list[Callable[[int], list[int]]] = [
+            partial(partition_balanced, _weights(model, consensus)),
+            uniform,
+            *(partial(partition_balanced, weights) for weights in _binary(chunks.specs)),
+        ]
+        parts = next((cut for cut in rules if tuple(cut(model.num_stages)) == chunks.parts), rules[0])(stages)
+        parts = uniform(stages) if _has_empty(parts) else parts
+    if _has_empty(parts):
+        rule = f"so few that each of the {stages} stages has one of the {entries} layers"
+        raise bad_value(KEY, stages // model.num_stages, rule, f"at most {max(1, entries // model.num_stages)}")
+    return [int(part) for part in parts]
+
+
+def _has_empty(parts: Sequence[int]) -> bool:
+    return any(start >= stop for start, stop in pairwise(parts))
+
+
+def _weights(model: PipelineModule, consensus: Consensus) -> list[int]:
+    """Return the number of trained parameters of each entry, as DeepSpeed counts it."""
+    chunks, mine = ModelChunks(model), {}
+    for prefix, layer in chunks.layers.items():
+        mine[prefix] = sum(p.numel() for p in layer.parameters() if p.requires_grad)
+    counts = {prefix: count for of_rank in consensus.gather(mine) for prefix, count in of_rank.items()}
+    return [counts.get(prefix, 0) for prefix in chunks.prefixes]
+
+
+def _binary(specs: Iterable[Any]) -> list[list[int]]:
+    """Return weights of the rules ``type:CLASS``, for each class of layers."""
+    kinds = [spec.typename if isinstance(spec, LayerSpec) else type(spec) for spec in specs]
+    layers = [kind for kind in dict.fromkeys(kinds) if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    return [[int(kind is layer) for kind in kinds] for layer in layers]
+
+
+def _dtype(model: PipelineModule, consensus: Consensus) -> torch.dtype | None:
+    """Return the type of all weights; None if there are several, which layers then have as they are built."""
+    mine = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    found = set().union(*consensus.gather(mine))
+    return found.pop() if len(found) == 1 else None
+
+
+def _check(model: PipelineModule, stages_per_place: int) -> None:
+    if model.num_stages == 1:
+        raise bad_value(KEY, stages_per_place, "1 for a model on one place", "num_stages=2 for the model, or 1")
+    if ModelChunks(model).is_placed:
+        raise ConfigError(
+            f"{KEY}: got a PipelineModule of another engine, must be a new one, use PipelineModule(...) again"
+        )
+    if has_own_forward(model):
+        rule = f"1 for {type(model).__name__}, which has a forward of its own"
+        raise bad_value(KEY, stages_per_place, rule, "PipelineModule's own, or 1")

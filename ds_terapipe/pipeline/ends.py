@@ -1,0 +1,31 @@
+"""Ends of a pipeline whose first or last stage is not on the first or last place.
+
+DeepSpeed 0.19.8 asks an engine whether its rank is the first or last of the pipeline, and takes the loss from the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.overrides import override
+
+
+def follow_places(engine: Any) -> None:
+    """Have an engine, once it is built, answer by the places of its module's stages."""
+    override(engine, "is_first_stage", _is_first_stage)
+    override(engine, "is_last_stage", _is_last_stage)
+    override(engine, "_loss_stage_global_rank", _loss_stage_global_rank)
+
+
+def _is_first_stage(engine: Any, original: Callable[[], bool]) -> bool:
+    return ModelChunks(engine.module).has_first
+
+
+def _is_last_stage(engine: Any, original: Callable[[], bool]) -> bool:
+    return ModelChunks(engine.module).has_last
+
+
+def _loss_stage_global_rank(engine: Any, original: Callable[[], int]) -> int:
+    return int(engine.grid.stage_to_global(ModelChunks(engine.module).places[-1]))
