@@ -14,7 +14,7 @@ UNEVEN = "uneven"
 PERIOD = 2  # steps after which the samples come again
 FREEZES, RESIZES = ((1, 1), (3, 3)), (3, 5)  # (step, entries), and steps
 SHORT, LONG = 3, 7  # steps of a training
-SEED = 18  # of thirty, the one whose rows take the least work
+SEED = 9  # of thirty, the one whose rows take the least work
 
 
 class Layout(NamedTuple):
