@@ -67,9 +67,6 @@ def check_setting(setting: str) -> None:
         raise Rejected(f"no program reads the variable {name}")
 
 
-# ------------------------------------------------------------------------------------------------------------- programs
-
-
 def _make(arguments: Sequence[str]) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for argument in arguments:
@@ -123,9 +120,6 @@ def _ours(module: str, arguments: Sequence[str]) -> None:
     if importlib.util.find_spec(module) is None:
         raise Rejected(f"there is no module {module}")
     _accept(_parser(module), arguments)
-
-
-# -------------------------------------------------------------------------------------------------------------- parsers
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

@@ -126,9 +126,6 @@ def is_over(begin: float, seconds: float) -> bool:
     return time.monotonic() - begin > seconds * max(1.0, busy / _ALONE)
 
 
-# ------------------------------------------------------------------------------------------- functions that come to an end
-
-
 def launch(
     function: Callable[..., Any],
     world_size: int,
@@ -224,9 +221,6 @@ def _values(results: list[RankResult]) -> list[Any]:
     return [result.value for result in results]
 
 
-# ---------------------------------------------------------------------------------------- processes that end by themselves
-
-
 def run_to_exit(
     function: Callable[..., Any],
     world_size: int,
@@ -289,9 +283,6 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: s
         launcher.wait()
         assert not left, f"still there: {left}"
         return Exit(-1, code, output.read_text(errors="replace"), at)
-
-
-# ------------------------------------------------------------------------------------------------------ here: ask a server
 
 
 @contextlib.contextmanager
@@ -370,9 +361,6 @@ def _fork(name: str, job: Mapping[str, Any]) -> int:
         return int(answer)
 
 
-# ------------------------------------------------------------------------------------------------------------- there: serve
-
-
 def _serve(name: str) -> Path | None:
     """Fork a child for every job. Returns the job's folder in the child, and None in the server when there will be no more."""
     with device.untouched():
@@ -426,9 +414,6 @@ def _put(path: Path, data: bytes) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(data)
     new.rename(path)
-
-
-# ---------------------------------------------------------------------------------------------------------- there: the work
 
 
 def _join_group() -> tuple[int, int]:

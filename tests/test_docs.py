@@ -36,9 +36,6 @@ def test_everything_is_of_a_known_kind() -> None:
     assert set(map(span_kind, shown().spans)) == kinds
 
 
-# ------------------------------------------------------------------------------------------------------ imports and Python
-
-
 def test_imports_are_executed(tmp_path: Path) -> None:
     """Statements as they stand, and one for each ``ds_terapipe.<name>`` that the text shows."""
     statements = {span.text: span for span in spans("import")}
@@ -66,9 +63,6 @@ def test_python_blocks_run(tmp_path: Path) -> None:
     for block in blocks("python"):
         end = run_script(HOOK + block.text, tmp_path)
         assert end.code == 0, f"{block.where}\n{end.output[-3000:]}"
-
-
-# ----------------------------------------------------------------------------------------------------------------- JSON
 
 
 @functools.cache

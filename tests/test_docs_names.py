@@ -19,8 +19,6 @@ from .documents import ROOT, commands
 from .programs import Rejected, check
 from .shown import MEGATRON_DEEPSPEED, PACKAGE, SHORT, at, block_kind, blocks, shown, sources, spans
 
-# ------------------------------------------------------------------------------------------------------------- commands
-
 
 def test_commands_are_accepted() -> None:
     """By the programs' own parsers, which take the whole line or say what is wrong with it."""
@@ -98,9 +96,6 @@ def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFi
     assert cli.main(list(words[1:])) == 0
     (block,) = [block for block in blocks("output") if block.text.startswith("16 of 24 layers frozen:")]
     assert block.text.strip() in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------------------------------------------- names and files
 
 
 def test_names() -> None:

@@ -267,9 +267,6 @@ assert error == "ConfigError" and "DeepSpeed 0.18.9 lacks deepspeed:gone" in tex
 """, tmp_path)  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- in this process
-
-
 @pytest.fixture
 def module(monkeypatch) -> ModuleType:
     """A module ``deepspeed`` that is half imported."""

@@ -53,9 +53,6 @@ def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(
     assert not found["on"] and "DS_TERAPIPE_AUTOLOAD=0 turns it off" in found["problem"]
 
 
-# ---------------------------------------------------------------------------------------------------- locks of compilations
-
-
 @pytest.fixture
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -142,8 +139,6 @@ print("says", hasattr(FileBaton.wait, "ds_terapipe_says"))
         config.write_text(json.dumps(keys))
         assert f"says {says}" in run_script(script, tmp_path, *arguments).output
 
-
-# ------------------------------------------------------------------------------------------------- buffers in shared memory
 
 # As DeepSpeed's op: the rank makes its file and maps it, and never takes the name away.
 MAPS = """

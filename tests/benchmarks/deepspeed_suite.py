@@ -87,9 +87,6 @@ def main() -> None:
     raise SystemExit(bool(wrong) or not passed)
 
 
-# --------------------------------------------------------------------------- a plugin in the processes of DeepSpeed's tests
-
-
 def watched(initialize: Callable[..., Any], key: Mapping[str, object] | None) -> Callable[..., Any]:
     """``deepspeed.initialize`` with the key in its argument ``config``, which fails where another engine than the key's runs."""
 

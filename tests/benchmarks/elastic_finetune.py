@@ -196,9 +196,6 @@ def check(run: Run, found: Mapping[str, Any], entries: int, samples: int) -> Non
         raise measure.WrongResult(f"{run}: {'; '.join(wrong)}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- the plan
-
-
 class Plan(NamedTuple):
     """Runs of the benchmark; ``rounds``: of all probes, so that no noisy minute decides."""
 

@@ -43,9 +43,6 @@ VALIDATION_SEED, VALIDATION_SAMPLES = 1_000_003, 4096
 LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2, 128, 2, 256
 
 
-# --------------------------------------------------------------------------------------------------------------- one run
-
-
 class Run(NamedTuple):
     """``samples`` samples in steps of ``batch``; the LR climbs to ``lr`` in the first tenth of the steps and falls to
     zero."""
@@ -196,8 +193,6 @@ def train(run: Run) -> dict[str, float | None]:
         )
     return {"loss": loss if math.isfinite(loss) else None}
 
-
-# ---------------------------------------------------------------------------------------------------------------- the plan
 
 Done = Mapping[Run, Mapping[str, Any]]  # a loss of None: it diverged
 

@@ -43,9 +43,6 @@ class WrongResult(AssertionError):
     """A column trained something else than the others: its time means nothing."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ ranks
-
-
 def on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int = 2) -> Any:
     """Run ``function(*arguments)`` on all ranks; return the first one's result. Raises AssertionError where one fails."""
     return run_ranks(_on_rank, ranks, function, *arguments, timeout=7 * 24 * 3600.0, env=ENVIRONMENT)[0]
@@ -77,9 +74,6 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
         step()
         taken.append(time.perf_counter() - start)
     return slowest(taken)
-
-
-# ------------------------------------------------------------------------------------------------------ rounds and probes
 
 
 class Settings(NamedTuple):
@@ -175,9 +169,6 @@ def run_rounds(columns: Mapping[str, Callable[[], float]], settings: Settings) -
     return Result(rounds)
 
 
-# ---------------------------------------------------------------------------------------------------------------- columns
-
-
 class Column(NamedTuple):
     """A way to train. ``prepare()`` returns a step: a callable that trains once and returns the loss, on one rank at least.
 
@@ -236,9 +227,6 @@ def calls(
     return run_rounds({name: partial(seconds, name) for name in repeats}, settings)
 
 
-# ---------------------------------------------------------------------------------------------- command line and results
-
-
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """``1,2,4`` as a list, for argparse."""
     return lambda text: [kind(part) for part in text.split(",")]
@@ -270,9 +258,6 @@ class Report:
         self._found[title] = {"seconds": result.seconds, "rounds": [one._asdict() for one in result.rounds]}
         if self._file is not None:
             self._file.write_text(json.dumps(self._found, indent=1))
-
-
-# --------------------------------------------------------------------------------------------- trainings that are resumed
 
 
 class Lines:

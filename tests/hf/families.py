@@ -112,8 +112,6 @@ def without_key_biases(config: Any, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-# -------------------------------------------------------------------------------------------------------------- trainings
-
 SGD = {"type": "SGD", "params": {"lr": 0.03}}
 Steps = Sequence[Sequence[dict[str, Tensor]]]
 

@@ -130,9 +130,6 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
                 assert torch.equal(parameter, ours.get_parameter(own).bfloat16()), own
 
 
-# ------------------------------------------------------------------------------------------------------------- bad input
-
-
 TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
 SIZES = TWO | {

@@ -80,9 +80,6 @@ def test_a_split_is_three_numbers_or_fewer() -> None:
     assert [parts_of(text) for text in ("1", "9, 1", "0.5,.5,0")] == [[1, 0, 0], [9, 1, 0], [0.5, 0.5, 0]]
 
 
-# ------------------------------------------------------------------------------------------------------------------- texts
-
-
 class Counting:
     """A dataset whose sample ``i`` consists of tokens ``i``."""
 
@@ -263,9 +260,6 @@ def test_weights_are_above_0(tmp_path: Path) -> None:
     assert blend_of([prefix, prefix]) == ([prefix, prefix], None)
 
 
-# --------------------------------------------------------------------------------------------------------------- sentences
-
-
 def made(prefix: str, **changes: Any) -> list[Any]:
     settings = {"vocabulary": WordPieces.of_bytes(), "seq_length": SEQ, "samples": [60, 10, 0], "split": "80,20,0"}
     return bert_datasets([prefix], **{**settings, **changes})
@@ -320,9 +314,6 @@ def test_lines_are_sentences() -> None:
     assert [len(part) for part in encodings.sentence_pieces(b"x" * (2 * longest + 1))] == [longest, longest, 1]
     assert WordPieces.of_bytes().vocab_size == encodings.SENTENCE_VOCABULARY
     assert longest == bert_data.LONGEST_SENTENCE
-
-
-# ------------------------------------------------------------------------------------------------------------------ images
 
 
 def test_pixels_and_labels_are_those_of_the_files(tmp_path: Path) -> None:

@@ -99,8 +99,6 @@ def _texts(random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return tokens * padding, (places >= second).long() * padding, padding
 
 
-# ----------------------------------------------------------------------------------------------------------- references
-
 Parameters = Mapping[str, nn.Parameter]
 
 
@@ -220,8 +218,6 @@ def without_key_bias(name: str, value: np.ndarray) -> np.ndarray:
     """Attention key biases have a true gradient of zero; what is there, and what AdamW makes of it, is rounding noise."""
     return value.reshape(HEADS, 3, -1)[:, [0, 2]] if name.endswith("linear_qkv.bias") else value
 
-
-# ------------------------------------------------------------------------------------------------------------- trainings
 
 KEYS: dict[str, dict[str, Any]] = {
     "PipelineEngine": {},

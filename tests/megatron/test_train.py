@@ -257,8 +257,6 @@ def test_so_do_encoders_in_phases(elastic_ranks: Ranks, model: str) -> None:
     assert (len(moved.losses), list(resumed.losses)) == (5, [6])
 
 
-# ---------------------------------------------------------------------------------------------- arguments that cannot be
-
 STAGES = '--stage-layers: got "{}", must be one positive number for each of 2 stages, 4 together, use e.g. 2,2'
 REFUSED: list[tuple[list[str], str]] = [
     ([*ALONE, *GPT, "--train-iters", "0"], "argument --train-iters: got 0, must be an integer of 1 or"),
@@ -297,8 +295,6 @@ def test_a_phase_that_is_longer_than_the_samples_is_refused(monkeypatch: pytest.
         task.datasets({16: 8, 64: 8}, 0, lambda: True)
     assert str(refused.value) == "--seq-length: got 32, must be that of the longest phase (64) or more, use 64"
 
-
-# ------------------------------------------------------------------------------------------------------------ the launcher
 
 WITHOUT_OP = """
 import runpy, deepspeed

@@ -140,9 +140,6 @@ def victim(engine: Any, rank: int, setup: Setup) -> Any:
     return [p for p in engine.module.parameters() if p.dim() == 1][-1]
 
 
-# ----------------------------------------------------------------------------------- the same steps in one unsharded optimizer
-
-
 def of_masters(engine: Any) -> Callable[[Any], Tensor]:
     """Takes the fp32 weight that the optimizer updates, of a parameter. Collective over replicas."""
     wrapper, clones = engine.optimizer, {}

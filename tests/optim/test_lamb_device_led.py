@@ -125,8 +125,6 @@ def test_sums_of_a_job_that_has_nccl_are_made_on_devices(monkeypatch: pytest.Mon
     assert values.tolist() == [7.0] * 3
 
 
-# --------------------------------------------------------------------------------------------------------- several ranks
-
 PRIMING, REAL, BAD = 0.0, 1.0, float("nan")
 LED = {"host": (False, False), "device": (True, True)}
 

@@ -130,9 +130,6 @@ def test_a_mode_is_what_it_is_named_after(name: str, case: str, backend: str) ->
         old = new
 
 
-# ------------------------------------------------------- orders of memory, parameters that come and go, layers that are rows
-
-
 def reversed_order(parameter: Tensor) -> Tensor:
     return torch.randn(tuple(parameter.shape)[::-1]).permute(tuple(range(parameter.dim()))[::-1])
 

@@ -43,9 +43,6 @@ def close(value: Any, rel: float = 1e-12) -> Any:
     return pytest.approx(value, rel=rel, abs=0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the rules
-
-
 @pytest.mark.parametrize(("batch", "lr", "share", "steps"), BERT)
 def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: Fraction, steps: int) -> None:
     for reference, reference_lr, reference_share, _ in (BERT[0], BERT[-1]):
@@ -74,9 +71,6 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
 )
 def test_ramp_by_hand(ramp: Ramp, expected: list[float]) -> None:
     assert [ramp.lr(k) for k in range(len(expected))] == expected
-
-
-# -------------------------------------------------------------------------------------------------------------- LambWarmup
 
 
 def test_the_engine_has_the_last_word_on_the_batch_size() -> None:
@@ -159,9 +153,6 @@ def changed(index: int, **keys: Any) -> list[dict[str, Any]]:
     return [{**phase, **keys} if number == index else phase for number, phase in enumerate(SMALL)]
 
 
-# ---------------------------------------------------------------------------------------------------------- MixedBatch
-
-
 def test_lr_used_at_every_step_of_every_phase() -> None:
     optimizer = sgd()
     schedule = build_scheduler("MixedBatch", {"phases": SMALL}, {})(optimizer)
@@ -238,9 +229,6 @@ def test_other_keys_agree_with_the_phases(phases: Any, config: Any, replicas: An
     with pytest.raises(ConfigError) as caught:
         complete_config(whole, replicas)
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-# ------------------------------------------------------------------------------------------------------------- the loader
 
 
 class Counted(torch.utils.data.Dataset):

@@ -158,8 +158,6 @@ def test_parameters_with_rows_may_leave() -> None:
     assert left.max() < 1
 
 
-# -------------------------------------------------------------------------------- ds_config.json
-
 WARMUP_PARAMS = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 100, "warmup_ratio": 0.1}
 WARMUP = {"type": "LambWarmup", "params": WARMUP_PARAMS}
 PHASE = {"steps": 10, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_ratio": 0.1}

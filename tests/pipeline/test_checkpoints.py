@@ -134,8 +134,6 @@ def test_a_recovery_that_dies_itself_leaves_it_to_the_next(tmp_path):
         assert content(folder, tag_of(folder, None)) in ("other", "old", "new")
 
 
-# ------------------------------------------------------------------------------------------------------------- engines
-
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 KINDS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16 zero1": BF16}

@@ -33,9 +33,6 @@ def data() -> Any:
     return iter([micro_batch(m, masked=False) for m in range(2)])
 
 
-# -------------------------------------------------------------------------------------------------------- many, one by one
-
-
 ROUNDS, FULL = 10, 5  # engines that are made, and after how many of them caches are full
 
 
@@ -72,9 +69,6 @@ def test_nothing_grows(grown: list[Any]) -> None:
     for counts, memory, alive in grown:
         assert alive == 0 and max(counts.values()) <= 0 and counts["groups"] == 0, counts
         assert memory < MEMORY
-
-
-# ------------------------------------------------------------------------------------------------------ what one leaves
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -37,9 +37,6 @@ KINDS: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] 
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- the checksum
-
-
 def archive(folder: Path, **options: Any) -> Path:
     torch.save({name: torch.randn(300) for name in "abc"}, folder / "file", **options)
     return folder / "file"
@@ -72,9 +69,6 @@ def test_a_file_just_saved_has_the_checksum_of_its_bytes(tmp_path, monkeypatch, 
     whole = legacy or not with_crcs
     assert (sum(read) >= 3 * 1200) == whole and read
     assert measured(path) == saved and saved.bytes == path.stat().st_size
-
-
-# -------------------------------------------------------------------------------------------------------------- damages
 
 
 def changed(at: float) -> Callable[[bytes], bytes]:
@@ -191,9 +185,6 @@ def test_each_damage_is_named_on_every_rank_and_changes_nothing(swept: list[dict
         assert len(found[kind]) > 25
 
 
-# --------------------------------------------------------------------------------------------------- without a manifest
-
-
 LAYER_0, LAYER = "layer_00-model_states.pt", "layer_01-model_states.pt"
 STATE_0, STATE = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 Change = Callable[[Path], Any]
@@ -259,9 +250,6 @@ def foreign(folder: Path) -> dict[str, tuple[str, bool]]:
     assert said(engine, good) == "loaded" and engine.global_steps == 1
     engine.destroy()
     return found
-
-
-# ------------------------------------------------------------------------------- DeepSpeed has saved under the same name
 
 
 def overwritten(folder: Path) -> tuple[str, str, int]:

@@ -162,9 +162,6 @@ def refused() -> str:
     return str(raised.value)
 
 
-# ---------------------------------------------------------------------------------------------------------- memory
-
-
 def tensors() -> dict[int, weakref.ref[Tensor]]:
     """All tensors that Python knows of, by id; one tensor has one such reference."""
     gc.collect()

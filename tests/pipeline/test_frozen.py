@@ -154,9 +154,6 @@ def switched(model: str, config: dict[str, Any], value: bool) -> str:
     return said
 
 
-# --------------------------------------------------------------------------------------------------- groups of parameters
-
-
 def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Mark parameters for the optimizer, as users do."""
     found = list(parameters)

@@ -119,9 +119,6 @@ def test_a_copy_computes_with_its_own_weights(kind: str) -> None:
     assert [each.keys() for each in state_of(made)[0]] == [each.keys() for each in state_of(Model())[0]]
 
 
-# ---------------------------------------------------------------------------------------------------- what is not deferred
-
-
 def bare_head(module: nn.Module, x: Any) -> Any:
     return F.linear(x, module.weight)
 
@@ -157,8 +154,6 @@ def test_what_is_not_deferred_is_named() -> None:
     assert not_deferred_line([]) == "" and not_deferred_line(["a", "b"]) == said
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
 
-
-# ---------------------------------------------------------------------------------------------------------- frozen weights
 
 LENGTH, BATCH, SLICES = 24, 3, (5, 1, 10, 8)
 

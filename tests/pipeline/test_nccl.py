@@ -37,9 +37,6 @@ EXIT_CODE = 70  # see watchdog.py
 GRID = with_weight_gradients(with_messages(order("1f1b", STAGES, [SLICES] * MICRO_BATCHES)))
 
 
-# ---------------------------------------------------------------------------------------------------------- the stand-in
-
-
 class Stream:
     """Runs what it is given, one thing after the other, and its caller does not wait."""
 
@@ -129,9 +126,6 @@ class Messages:
             self._streams[name].put(run)
         self.issued += 1
         return work
-
-
-# --------------------------------------------------------------------------------------------------------------- the runs
 
 
 class Run(NamedTuple):

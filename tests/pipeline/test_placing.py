@@ -25,8 +25,6 @@ from tests.pipeline.training import ADAMW, build_engine, raised, train
 from tests.spawn import launched
 from tests.threads import Threads
 
-# ------------------------------------------------------------------------------------- where the stages are
-
 FROZEN, TRAINED, NOTHING = "F", "T", "."  # a layer with frozen weights, with trained ones, with none
 
 
@@ -84,9 +82,6 @@ def test_layers_that_cannot_be_divided_stay_together():
     assert placed("FTT", "TTT", own=[extra]) == Placement.plain(2, [0, 3, 6])
 
 
-# ------------------------------------------------------------------------------------- as DeepSpeed runs them
-
-
 MICRO_BATCHES, STEPS = 2, 2
 
 
@@ -116,9 +111,6 @@ def seeds(rank: int, world_size: int) -> dict[int, tuple[list[float], list[float
     return {interval: (losses(interval, True), losses(interval, False)) for interval in (0, 3)}
 
 
-# ------------------------------------------------------------------------------------- choice, files, trace
-
-
 def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """A run that plans, and one that has the measurements; its measurements."""
     found: dict[str, Any] = {}
@@ -133,8 +125,6 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         engine.destroy()
     return {**found, "cost": MeasuredCost.load(costs)}
 
-
-# ------------------------------------------------------------------------------------- several stages on a place
 
 TWO = {"slices": 3, "stages_per_place": 2}
 KEYS = {"plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "placement": "v"}}

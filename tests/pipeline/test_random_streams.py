@@ -148,8 +148,6 @@ def test_evaluations_and_failed_steps_leave_the_users_generators() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ------------------------------------------------------------------------------------- Megatron's states
-
 NAMES = ("model-parallel-rng", "expert-parallel-rng", "data-parallel-rng")
 
 

@@ -100,8 +100,6 @@ def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[st
     assert "step 1: loss 2.5\n" in capfd.readouterr().out
 
 
-# ------------------------------------------------------------------------------------------------- a training is resumed
-
 SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
 OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
 

@@ -121,8 +121,6 @@ def test_any_valid_order_on_any_placement_gives_the_gradients_of_the_whole(seed,
     assert (max(kept, default=0) > 0) == (once and max(slices) > 1)
 
 
-# ------------------------------------------------------------------------------------------------------- two processes
-
 PLACEMENT = Placement.of([0, 1, 1, 0], forward_only=1)
 
 

@@ -204,9 +204,6 @@ def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s
     assert turn.plan.step_s == (1.0 if winner == "1f1b" else min(rival_s))
 
 
-# -------------------------------------------------------------------------------- plans and measurements that are given
-
-
 @pytest.mark.parametrize("known_by", ["trials", "measurements", "plan", "checkpoint"])
 def test_what_is_planned_is_what_runs(path, known_by):
     """Slices and schedule, from the first step on, and it takes what it predicts; no equal cut is like any of these plans."""

@@ -21,12 +21,12 @@ ROW, MASK, LONG, FLOAT, BOOL = TensorCut(row=1), TensorCut(2, 3), torch.int64, t
 TOKENS = torch.zeros(B, S, dtype=LONG)
 
 
-@given(st.integers(1, 5000), st.integers(1, 64))
-def test_equal_slices_spread_the_remainder(total, slices):
-    slices = min(slices, total)
-    lengths = slice_lengths(total, slices)
-    assert sum(lengths) == total and len(lengths) == slices
-    assert max(lengths) - min(lengths) <= 1 and list(lengths) == sorted(lengths, reverse=True)
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 4))
+def test_equal_slices_spread_the_remainder(total, slices, multiple):
+    slices, total = min(slices, total), total * multiple
+    lengths = slice_lengths(total, slices, multiple)
+    assert sum(lengths) == total and len(lengths) == slices and not any(length % multiple for length in lengths)
+    assert max(lengths) - min(lengths) <= multiple and list(lengths) == sorted(lengths, reverse=True)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
@@ -39,15 +39,18 @@ def test_given_lengths_are_kept_and_tile_the_sequence(lengths):
 
 
 @pytest.mark.parametrize(
-    ("slices", "message"),
+    ("slices", "ranks", "message"),
     [
-        ([4, 4], "got [4, 4], which add up to 8 tokens, must add up to the sequence length 12, use e.g. 2"),
-        (13, "got 13, must be at most the sequence length 12, use e.g. 8"),
+        ([4, 4], 1, "got [4, 4], which add up to 8 tokens, must add up to the sequence length 12, use e.g. 2"),
+        (13, 1, "got 13, must be at most the sequence length 12, use e.g. 8"),
+        (5, 3, "got 5, must be at most the sequence length 12 / 3 ranks that share it, use e.g. 4"),
+        ([5, 1, 6], 3, "got [5, 1, 6], must be multiples of 3, the tensor-parallel ranks that share the tokens of a slice "
+                       "(sequence_parallel), use e.g. [6, 6]"),
     ],
-)
-def test_lengths_that_do_not_fit_are_errors(slices, message):
+)  # fmt: skip
+def test_lengths_that_do_not_fit_are_errors(slices, ranks, message):
     with pytest.raises(ConfigError, match=re.escape(f"token_pipeline.slices: {message}")):
-        slice_lengths(S, slices)
+        slice_lengths(S, slices, ranks)
 
 
 TABLE = {
@@ -132,8 +135,6 @@ def test_a_layer_that_writes_into_its_slice_changes_no_other(lengths):
             part.zero_()
     assert all(torch.equal(value, was) for value, was in zip(values, before, strict=True))
 
-
-# ----------------------------------------------------------------------------------------------- between layers
 
 SHORT, LONGER = LEAST_TOKENS, 100  # sequences that are looked at in slices of two tokens and one, and of two and three
 

@@ -221,9 +221,6 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock
     store.hold.set()
 
 
-# ------------------------------------------------------------------------------------- while engines are built: no time limit
-
-
 def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
     def course() -> Iterator[None]:
         for beat in range(200):
@@ -315,9 +312,6 @@ def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
         raise CLOSED
     with pytest.raises(ValueError, match="Connection closed"), launching(60.0):
         raise ValueError("Connection closed")  # a user's
-
-
-# ----------------------------------------------------------------------------------------- where a stream waits, not the host
 
 
 class Streamed:

@@ -60,9 +60,6 @@ class Found(NamedTuple):
     read: int
 
 
-# ------------------------------------------------------------------------------------------------- what all runs share
-
-
 def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model:
     """Build the model of the tests of megatron-core's layers."""
     modern = row.model == "modern"
@@ -137,9 +134,6 @@ GIVEN: dict[str, Any] = {
 def falling(optimizer: torch.optim.Optimizer) -> Any:
     """A scheduler by which no two steps have the same rate."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
-
-
-# ------------------------------------------------------------------------------------------------------- several ranks
 
 
 def train(rank: int, world_size: int, row: Row, folder: str) -> Found:
