@@ -76,13 +76,11 @@ def is_divided(layer: Any) -> bool:
     return any(getattr(holder, "sequence_parallel", False) is True for holder in holders)
 
 
-def sum_over_shares(engine: Any, shares: TokenShares | None) -> None:
+def sum_over_shares(engine: Any, shares: TokenShares) -> None:
     """Sum the gradients of weights that each rank applies to its own share of the tokens only; collective.
 
     As Megatron's ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
     """
-    if shares is None:
-        return
     of_type: dict[torch.dtype, list[Tensor]] = {}
     parameter: Any
     for parameter in _of_own_share(engine.module):

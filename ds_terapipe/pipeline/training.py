@@ -112,8 +112,9 @@ def _deferring(engine: Any) -> tuple[int, ...]:
 def _finish(engine: Any) -> None:
     """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
     collective = engine._recorder.collective
-    with collective("shared tokens", "the all-reduce of gradients over ranks that share tokens"):
-        sum_over_shares(engine, engine._runtime.shares)
+    if engine._runtime.shares is not None:
+        with collective("shared tokens", "the all-reduce of gradients over ranks that share tokens"):
+            sum_over_shares(engine, engine._runtime.shares)
     with collective("tied gradients", "the all-reduce of tied gradients"):
         reduce_tied(engine, engine._exec_reduce_tied_grads)
     with collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
