@@ -27,5 +27,5 @@ def refuse_ended(watchdog: Watchdog) -> None:
     if watchdog.ended:
         raise RuntimeError(
             f"this engine is no longer usable ({watchdog.ended}): a step that did not come to its end leaves messages "
-            "and gradients in no known state; end the processes, start anew and load the last checkpoint"
+            "and gradients in no known state; end the processes, restart and load the last checkpoint"
         )

@@ -56,7 +56,7 @@ def check_open(model: object) -> None:
     """
     if isinstance(model, PipelineModule) and "world_group" not in vars(model):
         raise ConfigError(
-            "model: got a PipelineModule whose engine was destroyed, must be built anew, use PipelineModule(...) again and "
+            "model: got a PipelineModule whose engine was destroyed, must be built again, use PipelineModule(...) again and "
             "load its weights"
         )
 

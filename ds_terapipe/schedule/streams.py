@@ -10,8 +10,7 @@ direction of one boundary, a queue holds sends alone or receives alone, and this
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from .actions import Action, Grid, Op, Unit
 from .placement import Placement, placement_of
@@ -35,37 +34,19 @@ class Channel(NamedTuple):
     forward: bool
 
 
-GroupOf: TypeAlias = Callable[[Channel], Hashable]
-
-
 class _Message(NamedTuple):
     channel: Channel
     unit: Unit
     sends: bool  # this end of it
 
 
-def group_per_channel(channel: Channel) -> Hashable:
-    """The groups that an engine makes: two ranks each."""
-    return channel
-
-
-def group_per_direction(channel: Channel) -> Hashable:
-    """One group of the whole pipeline for each direction, which deadlocks from four stages on."""
-    return channel.forward
-
-
 def stream_deadlock(
-    grid: Grid,
-    group_of: GroupOf = group_per_channel,
-    posted_ahead: int = POSTED_AHEAD,
-    sent_kept: int | None = None,
-    placement: Placement | None = None,
+    grid: Grid, posted_ahead: int = POSTED_AHEAD, sent_kept: int | None = None, placement: Placement | None = None
 ) -> dict[int, int]:
     """Return the actions at which places deadlock when their messages run in order of issue, group by group.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
-        group_of: which channels share a group.
         posted_ahead: receives of a channel that are issued before their turn.
         sent_kept: units that may wait to be taken where sends are bounded: gradients, and outputs of a stage that never goes
             backward; a place that has sent more waits for the oldest. None: the engine's numbers.
@@ -74,7 +55,7 @@ def stream_deadlock(
     Returns:
         For each place that does not come to its end, the index of the action at which it waits.
     """
-    replay = _StreamReplay(grid, group_of, posted_ahead, sent_kept, placement_of(len(grid), placement))
+    replay = _StreamReplay(grid, posted_ahead, sent_kept, placement_of(len(grid), placement))
     while replay.places_go_on() or replay.messages_go_through():
         pass
     return {place: at for place, at in enumerate(replay.at) if at < len(grid[place])}
@@ -83,18 +64,16 @@ def stream_deadlock(
 class _StreamReplay:
     """The places' positions and the queues of their groups."""
 
-    def __init__(
-        self, grid: Grid, group_of: GroupOf, posted_ahead: int, sent_kept: int | None, placement: Placement
-    ) -> None:
+    def __init__(self, grid: Grid, posted_ahead: int, sent_kept: int | None, placement: Placement) -> None:
         self.at = [0] * len(grid)
-        self._grid, self._group_of, self._ahead, self._placement = grid, group_of, posted_ahead, placement
+        self._grid, self._ahead, self._placement = grid, posted_ahead, placement
         self._kept = {
             Op.SEND_FORWARD: EVAL_SENT_KEPT if sent_kept is None else sent_kept,
             Op.SEND_BACKWARD: SENT_KEPT if sent_kept is None else sent_kept,
         }
         self._answered = {action.stage for row in grid for action in row if action.op is Op.BACKWARD}
-        self._queues: dict[tuple[int, Hashable], deque[_Message]] = {}
-        self._busy: set[tuple[int, Hashable]] = set()  # queues that may have a new head
+        self._queues: dict[tuple[int, Channel], deque[_Message]] = {}
+        self._busy: set[tuple[int, Channel]] = set()  # queues that may have a new head
         self._expected: dict[Channel, deque[Unit]] = {}
         self._posted: dict[Channel, deque[Unit]] = {}
         self._through: set[tuple[Channel, Unit]] = set()
@@ -126,7 +105,7 @@ class _StreamReplay:
                 any_did = True
         return any_did
 
-    def _goes_through(self, place: int, group: Hashable, queue: deque[_Message]) -> bool:
+    def _goes_through(self, place: int, group: Channel, queue: deque[_Message]) -> bool:
         channel, unit, sends = queue[0]
         ends = [self._placement.place_of(channel.boundary), self._placement.place_of(channel.boundary + 1)]
         peer = sum(ends) - place
@@ -168,7 +147,7 @@ class _StreamReplay:
             self._issue(place, _Message(channel, posted[-1], sends=False))
 
     def _issue(self, place: int, message: _Message) -> None:
-        key = place, self._group_of(message.channel)
+        key = place, message.channel
         self._queues.setdefault(key, deque()).append(message)
         self._busy.add(key)
 

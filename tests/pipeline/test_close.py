@@ -149,7 +149,7 @@ def test_destroy_undoes_what_the_engine_did_and_engine_and_module_say_so(left: l
         # a second destroy() says nothing
         assert found["again"].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
         assert found["another"] == (
-            "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built anew, "
+            "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built again, "
             "use PipelineModule(...) again and load its weights"
         )
 

@@ -17,7 +17,13 @@ from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.commands.checking.rank import Report, ScriptEnded, Signature, Task, check_rank
 from ds_terapipe.commands.errors import CommandError
 
-_PRELOADED = ["torch", "deepspeed", "ds_terapipe.commands.checking.layers", "ds_terapipe.optim.json_keys"]
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "deepspeed",
+    "ds_terapipe.commands.checking.layers",
+    "ds_terapipe.optim.json_keys",
+]
 _IF_NAMED = {"megatron": "ds_terapipe.megatron", "hf": "ds_terapipe.hf", "transformers": "ds_terapipe.hf"}
 _LAST_LINES = 12  # of what a script has written
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ds_terapipe.job import Job
 
-_PORT = "29500"  # nobody listens, and nobody connects
+_PORT = "29500"  # no process listens or connects
 
 
 @contextmanager

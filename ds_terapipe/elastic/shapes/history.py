@@ -193,7 +193,7 @@ def read_history(path: str) -> list[Period]:
             if found and (found[-1].stop is None or found[-1].stop > step):
                 found[-1] = replace(found[-1], stop=step, seconds=None)
         elif not found or found[-1].stop is not None or step < found[-1].first:
-            raise fields.fail("event", f'"{START}", or after one and at a later step', "a file that nobody has edited")
+            raise fields.fail("event", f'"{START}", or after one and at a later step', "an unedited file")
         else:
             taken = fields.number("seconds") if event == CHANGE else 0.0
             found[-1] = replace(found[-1], stop=step, seconds=max(at - taken - found[-1].begun, 0.0))

@@ -183,12 +183,12 @@ class ShapeSelector:
         engine, micro_batch = self._engine, self._engine.start_shape.micro_batch
         tensor, batches = engine.grid.model_parallel_size, [batch for batch, _ in engine._controller.data.batches]
         possible = shapes(engine.world_size, tensor, engine.train_batch_size(), micro_batch, batches)
-        anew = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
+        recut = self._settings.partition == "measured" or frozen > 0 or engine.frozen_layers > 0
         return [
             shape
             for shape in possible
             if shape.stages <= len(ModelChunks(engine.module).specs)
-            and (anew if shape == engine.shape else self._settings.resize.policy == "measured")
+            and (recut if shape == engine.shape else self._settings.resize.policy == "measured")
         ]
 
     def _know_memory(self, start: Prediction) -> None:

@@ -110,7 +110,7 @@ class Schedule:
         if state is None or found != type(self).__name__:
             raise ValueError(
                 f"the checkpoint's LR scheduler is {found}, not {type(self).__name__}: "
-                "use load_checkpoint(..., load_lr_scheduler_states=False) to start the schedule anew"
+                "use load_checkpoint(..., load_lr_scheduler_states=False) to restart the schedule"
             )
         if len(state["lr_scales"]) != len(self._scales):
             raise ValueError(

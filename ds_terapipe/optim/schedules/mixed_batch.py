@@ -246,7 +246,7 @@ class MixedBatch(Schedule):
         if iterator is self._iterator_before[0] and reads_ahead(iterator):
             raise ConfigError(
                 "the data iterator: got the one of the phase before, whose worker processes hold batches of the old length, "
-                "must be made anew, use e.g. iter(loader) when engine.lr_scheduler.phase_index has changed"
+                "must be made again, use e.g. iter(loader) when engine.lr_scheduler.phase_index has changed"
             )
 
 
