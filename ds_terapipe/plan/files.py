@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,10 +176,8 @@ def check_writable_folder(key: str, path: str | Path, use: str) -> None:
 def _check_folder(key: str, path: str | Path, folder: Path, use: str, what: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # processes may look at the same time
-        probe = folder / f".{Path(path).name}.{os.getpid()}.probe"
-        probe.touch()
-        probe.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # without a name, so a process that is killed leaves nothing
+            pass
     except OSError as error:
         # a file where a folder would have to be is an error of making the folder
         why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror
