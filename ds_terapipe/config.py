@@ -62,8 +62,9 @@ class TokenPipelineConfig(Block):
         enabled: whether the block counts at all; ``false`` is the same as leaving it out.
         slices: number of equal slices (a remainder is spread), the length in tokens of every slice, or chosen from
             measurements.
-        schedule: order of the work: every slice forward and then backward in reverse, or one forward, one backward. ``auto``
-            is chosen with the slices where they are ``auto``, and else ``1f1b``.
+        schedule: order of the work: every slice forward and then backward in reverse; one forward, one backward, perhaps with
+            weight gradients in waits (``zero_bubble``) or around several stages on a place (``interleaved``). ``auto`` is
+            chosen with the slices where they are ``auto``, else ``1f1b``, or ``interleaved`` with several stages on a place.
         stages_per_place: stages of the model on each place of the pipeline.
         placement: stage s on place s mod K of K places, or, for two stages on a place, back from the last place to the first.
         granularity: unequal automatic slices are multiples of so many tokens, and no automatic slice is shorter.

@@ -18,6 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.overrides import override
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
@@ -34,7 +35,10 @@ class DeepSpeedGradients:
     def __init__(self, engine: Any) -> None:
         # weak, since the engine holds the stages that hold this
         self._engine: Any = weakref.proxy(engine)
-        self._sums = GradientSums(engine.module.parameters())
+        self._sums = GradientSums()
+        inside = {p for layer in ModelChunks(engine.module).layers.values() for p in layer.parameters()}
+        # e.g. weights of the loss, which are summed with those of any stage
+        self._outside = [parameter for parameter in engine.module.parameters() if parameter not in inside]
 
     def scale(self, loss: Tensor) -> Tensor:
         """Scale a loss for gradient accumulation and mixed precision, as ``DeepSpeedEngine.backward`` (0.19.8)."""
@@ -50,8 +54,8 @@ class DeepSpeedGradients:
         return loss if scaling is None else loss.float() * scaling.cur_scale
 
     @contextmanager
-    def around(self, first: bool = True, last: bool = True) -> Iterator[None]:
-        """Context manager around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
+    def around(self, parameters: Iterable[Parameter], first: bool = True, last: bool = True) -> Iterator[None]:
+        """Context manager around a backward pass of a stage with these parameters; ``first``, ``last``: of its micro-batch."""
         # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
         engine, optimizer = self._engine, self._engine.optimizer
         engine._running_engine_backward = True
@@ -65,9 +69,9 @@ class DeepSpeedGradients:
         # where BF16_Optimizer's sums over micro-batches are fp32, they take slices as well
         takes_slices = isinstance(optimizer, BF16_Optimizer) and optimizer.grad_acc_dtype == torch.float32
         if not (last or takes_slices):
-            self._sums.put_aside()
+            self._sums.put_aside([*parameters, *self._outside])
         elif not (first or takes_slices):
-            self._sums.give_back()
+            self._sums.give_back([*parameters, *self._outside])
         if isinstance(optimizer, BF16_Optimizer):
             if last or takes_slices:
                 # Adds what it finds in ``grad`` to its own sums. DeepSpeed clears ``grad`` before the next micro-batch; here

@@ -35,8 +35,10 @@ class GradientRules(Protocol):
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss of a micro-batch, or a slice's share, scaled for its backward pass."""
 
-    def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
-        """Context manager around a backward pass; ``first``, ``last``: of its stage and micro-batch."""
+    def around(
+        self, parameters: Iterable[nn.Parameter], first: bool = True, last: bool = True
+    ) -> AbstractContextManager[None]:
+        """Context manager around a backward pass of a stage with these parameters; ``first``, ``last``: of its micro-batch."""
 
     def summed_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of the sums of these parameters' gradients that are not in ``grad``."""
@@ -52,7 +54,9 @@ class PlainGradients:
         """Return the loss divided by the number of micro-batches."""
         return loss / self._micro_batches
 
-    def around(self, first: bool = True, last: bool = True) -> AbstractContextManager[None]:
+    def around(
+        self, parameters: Iterable[nn.Parameter], first: bool = True, last: bool = True
+    ) -> AbstractContextManager[None]:
         """Return an empty context."""
         return nullcontext()
 
@@ -155,7 +159,10 @@ class Stage:
         Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        with self._gradients.around(first, last), self.context.backward(unit, self._batch.span(unit)):
+        with (
+            self._gradients.around(self._parameters(), first, last),
+            self.context.backward(unit, self._batch.span(unit)),
+        ):
             if self.losses is not None:
                 self.losses.backward(unit, self._gradients.scale)
             else:
@@ -179,7 +186,7 @@ class Stage:
             self._making[micro_batch] = made
         of = None if group == ALL else (lambda weight: self.layers.layer_of(weight) in layers)
         made_here = self._memory.weight_gradients(self.number, self.weight_gradients)
-        with self._gradients.around(first, last), made_here:
+        with self._gradients.around(self._parameters(), first, last), made_here:
             self.weight_gradients.make(micro_batch, first_slice, of)
 
     @property

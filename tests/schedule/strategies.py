@@ -53,6 +53,8 @@ def _late(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
 
 LATE = register(Schedule("late", _late, schedule_named("1f1b").bound))
 names_and_late = st.sampled_from((*NAMES, LATE.name))
+even_slices = st.builds(lambda count, each: [each] * count, st.integers(1, 8), st.integers(1, 8))
+slices = even_slices | st.lists(st.integers(1, 8), min_size=1, max_size=8)
 few_slices = st.lists(st.integers(1, 4), min_size=1, max_size=6)
 few_or_long = few_slices | st.lists(st.integers(4, 9), min_size=1, max_size=2)
 

@@ -135,6 +135,29 @@ def test_every_order_is_valid_on_every_placement(name, placement, slices):
             assert len(back) == sum(slices) * placement.goes_backward(stage) * (kind == name)
 
 
+def live_units(row):
+    return list(itertools.accumulate({Op.FORWARD: 1, Op.BACKWARD: -1}[action.op] for action in row))
+
+
+@given(strategies.stages, strategies.slices)
+def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_batches(stages, slices):
+    grid = order("1f1b", stages, slices)
+    peaks = [max(live_units(row)) for row in grid]
+    assert all(peak <= stages - stage + max(slices) - 1 for stage, peak in enumerate(peaks))
+    assert peaks == peak_live_units("1f1b", stages, slices)
+    for row in grid:  # and last in first out over slices
+        backward = [action.unit for action in row if action.op is Op.BACKWARD]
+        assert backward == sorted(backward, key=lambda unit: (unit.micro_batch, -unit.slice))
+
+
+@given(strategies.stages, strategies.slices)
+def test_terapipe_goes_backward_in_exact_reverse_and_holds_the_batch(stages, slices):
+    for row in order("terapipe", stages, slices):
+        units = [action.unit for action in row]
+        assert units == units[::-1] and max(live_units(row)) == sum(slices)
+    assert peak_live_units("terapipe", stages, slices) == [sum(slices)] * stages
+
+
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (4, 2), (8, 8)])
 def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
     for stage, row in enumerate(order("1f1b", stages, [1] * micro_batches)):
@@ -168,6 +191,15 @@ def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places
     times = {Op.FORWARD: 1 / chunks, Op.BACKWARD: 2 / chunks}
     found = simulate(order("interleaved", whole, slices), lambda action: times[action.op], placement=whole)
     assert found.makespan == pytest.approx(3 * sum(slices) + 3 * (places - 1) / chunks, rel=1e-9)
+
+
+def test_interleaved_holds_a_warm_up_of_chunks():
+    placement = Placement.interleaved(4, 2)
+    found = simulate(order("interleaved", placement, [1] * 8), lambda action: 1.0, placement=placement)
+    # warm-up of 2 (K - d - 1) + (v - 1) K, and the one in hand
+    assert [place.peak_units for place in found.places] == [11, 9, 7, 5]
+    assert peak_live_units("interleaved", placement, [1] * 8) == [11, 9, 7, 5]
+    assert peak_live_units("interleaved", Placement.interleaved(4, 2, forward_only=4), [1] * 8) == [8, 8, 7, 5]
 
 
 def test_what_does_not_go_around_is_ordered_as_by_1f1b():

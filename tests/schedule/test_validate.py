@@ -114,7 +114,6 @@ def test_what_is_right_passes():
         grid = forward_only(placement, [2])
         validate(with_messages(grid, placement), [2], None, placement)
         assert dry_run(grid, placement) >= 8 / 2
-    assert (dry_run(order("terapipe", 3, [2, 2])), dry_run(forward_only(3, [2, 2]))) == (2 * (4 + 2), 4 + 2)
     with pytest.raises(ScheduleError, match=r"3B0\.0 is missing"):
         validate(forward_only(FOLDED, [1]), [1], "1f1b", FOLDED)
 
@@ -139,6 +138,12 @@ def test_live_units_of_a_place_are_those_of_its_trained_stages():
     frozen = [[action for action in two[0] if action.op is Op.FORWARD or action.stage == 1]]
     with pytest.raises(ScheduleError, match="place 0 holds 2 live units, '1f1b' holds 1 at most"):
         validate(frozen, [1, 1], "1f1b", Placement.of([0, 0], forward_only=1))
+
+
+@given(st.sampled_from(["1f1b", "terapipe"]), strategies.stages, strategies.even_slices)
+def test_a_dry_run_takes_the_textbook_number_of_steps(name, stages, slices):
+    assert dry_run(order(name, stages, slices)) == 2 * (sum(slices) + stages - 1)
+    assert dry_run(forward_only(stages, slices)) == sum(slices) + stages - 1
 
 
 def test_outputs_that_no_gradient_answers_are_bounded():

@@ -14,33 +14,31 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 class GradientSums:
-    """Sums of the slices since the last end of a micro-batch.
+    """Sums of the slices since the last end of a micro-batch; only parameters of 16 bits have them."""
 
-    Args:
-        parameters: parameters of the stage; only those of 16 bits are summed.
-    """
-
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self._parameters = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
+    def __init__(self) -> None:
         self._sums: dict[Parameter, Tensor] = {}
 
-    def put_aside(self) -> None:
-        """Move a slice's gradients from ``grad`` into the sums."""
-        for parameter in self._parameters:
-            if parameter.grad is None:
+    def put_aside(self, parameters: Iterable[Parameter]) -> None:
+        """Move a slice's gradients of its stage's parameters from ``grad`` into the sums."""
+        for parameter in parameters:
+            if parameter.grad is None or parameter.dtype not in _NARROW:
                 continue
             known = self._sums.get(parameter)
             self._sums[parameter] = parameter.grad.float() if known is None else known.add_(parameter.grad)
             parameter.grad = None
 
-    def give_back(self) -> None:
-        """Move the sums to ``grad``, rounded to the parameter's type."""
-        self.put_aside()
-        while self._sums:  # one by one: no sum beside its rounded copy, but for one
-            parameter, total = self._sums.popitem()
-            parameter.grad = total.to(parameter.dtype)
+    def give_back(self, parameters: Iterable[Parameter]) -> None:
+        """Move the sums of a stage's parameters to ``grad``, rounded to the parameter's type; others stay unrounded."""
+        for parameter in parameters:  # one by one: no sum beside its rounded copy, but for one
+            self.put_aside([parameter])
+            total = self._sums.pop(parameter, None)
+            if total is not None:
+                parameter.grad = total.to(parameter.dtype)
 
     def bytes_of(self, parameters: Iterable[Parameter]) -> int:
         """Return the bytes of the sums of these parameters."""
