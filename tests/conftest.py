@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import timing
+from tests import spawn, timing
 from tests.pool import POOL, Launch
 from tests.tiers import starts_processes
 
@@ -27,10 +27,16 @@ _COMPILES_S = 300  # at most: a lock that is older is nobody's
 _BEGIN = time.monotonic()
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """The environment of everything that tests start: our hook is on, compiled extensions have a place of their own."""
     for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "DS_TERAPIPE_AUTOLOAD"):
         os.environ.pop(name, None)
+    _see_to_extensions()
+    if config.option.most_minutes and not config.option.collectonly:  # a run of all tests
+        spawn.start_servers()
+
+
+def _see_to_extensions() -> None:
     if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_EXTENSIONS)) != str(_EXTENSIONS):
         return
     for lock in _EXTENSIONS.glob("*/*/lock"):

@@ -340,6 +340,12 @@ def _environment() -> dict[str, str]:
 _servers: dict[str, subprocess.Popen[str]] = {}
 
 
+def start_servers() -> None:
+    """Start the servers, which import meanwhile what the tests will use: for a run that will use all of them."""
+    for name in _SERVERS:
+        _server(name)
+
+
 @functools.cache
 def _server(name: str) -> subprocess.Popen[str]:
     env = _environment() | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "scripts" else {})
