@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,8 @@ def two_hosts(rate: str) -> Iterator[None]:
 def remove(host: str) -> None:
     """Kill what runs in a namespace and remove it, and with it the link; nothing where it is gone."""
     for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
-        os.kill(int(process), signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(int(process), signal.SIGKILL)
     subprocess.run(["ip", "netns", "delete", host], capture_output=True)
 
 
@@ -82,8 +84,6 @@ def system(*command: str) -> None:
     """Run a command of the system. Raises Failed, with what it says."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Failed(f"got no command {command[0]}, must be there, install iproute2") from None
     except subprocess.CalledProcessError as error:
         raise Failed(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
@@ -104,16 +104,10 @@ def on_hosts(arguments: Sequence[str]) -> Measured:
             )
             for number, host in enumerate(HOSTS)
         ]  # fmt: skip
-        try:
-            while None in (codes := [process.poll() for process in running]) and not any(codes):
-                time.sleep(0.1)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        for number, code in enumerate(codes):
-            if code:
-                raise Failed(f"rank {number} failed with exit code {code}, see above")
+        while None in (codes := [process.poll() for process in running]) and not any(codes):
+            time.sleep(0.1)
+        if any(codes):
+            raise Failed(f"ranks ended with exit codes {codes}, see above")
         return pickle.load(file)
 
 
@@ -253,6 +247,8 @@ def main() -> None:
         return rank(options, *options.batches)
     if os.geteuid():
         sys.exit(f"two_hosts: got user {os.geteuid()}, must be root to make network namespaces, use sudo")
+    if None in map(shutil.which, ("ip", "tc")):
+        sys.exit("two_hosts: got no command ip or tc, must be there, install iproute2")
     report = measure.Report(options)
     try:
         with two_hosts(options.rate):
