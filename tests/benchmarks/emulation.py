@@ -1,10 +1,11 @@
-"""The simulator against the real engine on 4, 8 and 16 stages, on a machine with two cores.
+"""The simulator against the real engine on 4, 8 and 16 places, on a machine with two cores.
 
 ``python -m tests.benchmarks.emulation`` trains a model whose layers compute next to nothing and sleep for their modelled
-time, in as many processes as there are stages. All around them is the real thing: the engine, its schedules, slices and
-attention buffers, and messages over gloo. It prints for each the step unsliced, in eight equal slices and in the slices
-that the planner chooses, simulated and measured. Messages, the engine's own work and the lateness of sleeps take no time
-in the simulator: all that is in the error. The whole takes seven minutes.
+time, forward, backward and for their weight gradients, in as many processes as there are places. All around them is the real
+thing: the engine, its schedules, placements, slices and attention buffers, and messages over gloo. It prints for each the step
+uncut, under each order in eight equal slices, and as the planner chooses for each placement, simulated and measured. Messages,
+the engine's own work and the lateness of sleeps take no time in the simulator: all that is in the error. The whole takes
+fifteen minutes.
 """
 
 from __future__ import annotations
@@ -22,106 +23,150 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.deferred import keeper_of_linear
+from ds_terapipe.pipeline.operators.weight_gradients import Operands
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.costs.cost import Tokens
 from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.schedule import Placement
 from tests.benchmarks import measure
 from tests.benchmarks.models import TokenLoss
 from tests.plan.costs import ExampleCost
 
 HIDDEN, SHORTEST, SEQUENCES = 8, 8, 2
+PER_TOKEN = 0.0075  # seconds of the weight gradients on a place
 ENOUGH_S = 13.0  # long steps are steady: of those, fewer
+# Orders under each placement.
+ORDERS = {
+    "plain": ("terapipe", "1f1b", "zero_bubble"),
+    "interleaved": ("interleaved", "zero_bubble"),
+    "v": ("1f1b", "zero_bubble"),
+}
 
 
 class SleepCost(ExampleCost):
     """Seconds of a slice on a stage, as the layers sleep and as the simulator is told.
 
-    No pass is below 60 ms, and 20 slices cost a tenth more than none. A backward takes twice as long as a forward and makes
-    the weight gradients too. Messages take no time. All stages are alike.
+    With one stage on a place no pass is below 60 ms, and 20 slices cost a tenth more than none. Forward, backward and weight
+    gradients take about as long. Messages take no time. All stages are alike, and take their ``factors`` of this.
     """
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return 0.006 + 0.00675 * length + 1.5e-5 * length * (context + (length + 1) / 2)
+        return self.factors[stage] * (0.006 + 0.00675 * length + 1.5e-5 * length * (context + (length + 1) / 2))
 
-
-COST = SleepCost(())
+    def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
+        return self.forward(stage, length, context)
 
 
 class Case(NamedTuple):
-    """One training step: ``sequences`` micro-batches of one sequence in slices of ``lengths`` tokens."""
+    """One training step in slices of ``lengths`` tokens."""
 
+    placement: str
     schedule: str
-    sequences: int
     lengths: tuple[int, ...]
+
+
+def placed(name: str, places: int) -> Placement:
+    """One stage on each place, or two in one of the placements of ``token_pipeline.placement``."""
+    back = [*range(places), *reversed(range(places))]
+    return Placement.of(back) if name == "v" else Placement.interleaved(places, 1 + (name == "interleaved"))
+
+
+def times_of(case: Case, places: int, sequences: int) -> StepTimes:
+    """Simulated times of a case's placement."""
+    placement = placed(case.placement, places)
+    stages = len(placement.stages)
+    cost = SleepCost([places / stages] * stages, weights=PER_TOKEN)
+    return StepTimes(cost, stages, sequences, weights_once=True, placement=placement)
 
 
 def sleep_until(moment: float) -> None:
     time.sleep(max(moment - time.perf_counter(), 0.0))
 
 
+class SleepingWeights(NamedTuple):
+    """The rule of weight gradients that are zero and take so many ``seconds`` a token."""
+
+    seconds: float
+    needs_all: bool = False
+
+    def __call__(self, parameters: Sequence[Tensor], operands: list[Operands]) -> list[Tensor]:
+        time.sleep(self.seconds * sum(inputs.shape[0] for (inputs,) in operands))
+        return [torch.zeros_like(each) for each in parameters]
+
+
 class SleepingLayer(nn.Module):
-    """Causal attention with one head of width 8 that takes its modelled time once ``asleep`` is set."""
+    """Causal attention with one head of width 8 that takes the modelled time of its stage once ``asleep`` is set."""
 
     asleep = False
 
-    def __init__(self) -> None:
+    def __init__(self, stage: int, cost: SleepCost) -> None:
         super().__init__()
+        # one seed a stage and not PipelineModule's seed_layers, which sets all random states in every pass: half a millisecond
+        torch.manual_seed(stage)
+        self.stage, self.cost = stage, cost
         self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False), nn.Linear(HIDDEN, HIDDEN)
         self.anchor = nn.Parameter(torch.zeros(1))
 
     def forward(self, hidden: Tensor) -> Tensor:
         began, context, length = time.perf_counter(), SliceContext.current, hidden.shape[1]
         start = 0 if context is None or context.span is None else context.span.start
-        hidden = (
-            hidden + self.anchor
-        )  # the first stage's inputs need no gradient, and its backward must come by all the same
+        # the first stage's inputs need no gradient, and its backward must come by all the same
+        hidden = hidden + self.anchor
         q, k, v = (part.unsqueeze(1) for part in self.qkv(hidden).chunk(3, dim=-1))
         result = hidden + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
         if self.asleep:
-            # the backward begins at the result and sleeps where it ends
-            ends, seconds = list[float](), COST.backward(0, length, start)
+            # the backward begins at the result and sleeps where it ends; its weight gradients may be made later
+            ends, keeper = list[float](), keeper_of_linear(hidden, self.out.weight, self.out.bias)
+            weights, seconds = self.cost.weights(self.stage, 1), self.cost.backward(self.stage, length, start)
+            seconds += 0.0 if keeper else weights * length
+
+            def end(gradient: Tensor) -> None:
+                if keeper is not None:
+                    keeper.keep(SleepingWeights(weights), (self.anchor,), (gradient.reshape(length, -1),))
+                sleep_until(ends[-1])
+
             result.register_hook(lambda gradient: ends.append(time.perf_counter() + seconds))
-            hidden.register_hook(lambda gradient: sleep_until(ends[-1]))
-            sleep_until(began + COST.forward(0, length, start))
+            hidden.register_hook(end)
+            sleep_until(began + self.cost.forward(self.stage, length, start))
         return result
 
 
-def new_engine(case: Case) -> Any:
+def new_engine(case: Case, sequences: int) -> Any:
     """An engine with one layer a stage, none of which sleeps yet; collective."""
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     import ds_terapipe
 
-    # one seed a stage and not PipelineModule's seed_layers, which sets all random states in every pass: half a millisecond
-    torch.manual_seed(dist.get_rank())
-    stages = dist.get_world_size()
-    layers = [LayerSpec(SleepingLayer) for _ in range(stages)]
-    model = PipelineModule(layers, num_stages=stages, loss_fn=TokenLoss(), partition_method="uniform")
+    places = dist.get_world_size()
+    times = times_of(case, places, sequences)
+    layers = [LayerSpec(SleepingLayer, stage, times.cost) for stage in range(times.stages)]
+    model = PipelineModule(layers, num_stages=places, loss_fn=TokenLoss(), partition_method="uniform")
     token_pipeline = {
         "slices": list(case.lengths), "schedule": case.schedule, "cut": {"inputs": [1], "labels": [1]}, "verify": False,
-        "weight_gradients": "slice",  # the modelled backward has them
+        "stages_per_place": times.stages // places, "placement": "v" if case.placement == "v" else "interleaved",
     }  # fmt: skip
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": case.sequences, "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": sequences, "gradient_clipping": 0.0,
         "steps_per_print": None, "zero_allow_untested_optimizer": True, "token_pipeline": token_pipeline,
     }  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return ds_terapipe.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def run_cases(cases: Sequence[Case], steps: int) -> list[float]:
+def run_cases(cases: Sequence[Case], sequences: int, steps: int) -> list[float]:
     """Seconds of every case's fastest step: one step without sleep (shapes are announced, groups connect), then at most
     ``steps`` timed ones, none after `ENOUGH_S` seconds have been measured. For all ranks."""
-    losses, found = [], []
+    losses, found = dict[bool, float](), []
     for case in cases:
-        engine, random = new_engine(case), torch.Generator().manual_seed(0)
-        shape = (case.sequences, 1, sum(case.lengths))
+        engine, random = new_engine(case, sequences), torch.Generator().manual_seed(0)
+        shape = (sequences, 1, sum(case.lengths))
         inputs, labels = torch.randn(*shape, HIDDEN, generator=random), torch.randint(HIDDEN, shape, generator=random)
         batches = itertools.cycle(zip(inputs, labels, strict=True))
-        losses.append(float(engine.train_batch(batches)))
-        if not math.isclose(losses[-1], losses[0], rel_tol=1e-5):
-            raise measure.WrongResult(f"first steps have the losses {losses}")
+        loss = float(engine.train_batch(batches))
+        if not math.isclose(loss, losses.setdefault(case.placement == "plain", loss), rel_tol=1e-5):
+            raise measure.WrongResult(f"the first step of {case} has the loss {loss}, others of its model {losses}")
         for module in engine.module.modules():
             module.asleep = True
         comes_first()
@@ -146,28 +191,32 @@ def comes_first() -> None:
 
 
 def cases_for(processes: int, sequences: int, tokens: int, slices: int) -> list[Case]:
-    """Unsliced 1F1B, then for each schedule the equal slices and the planner's, each once."""
-    cases = [Case("1f1b", sequences, (tokens,))]
-    for schedule in ("terapipe", "1f1b"):
-        request = Request(tokens, processes, sequences, schedule, granularity=1, min_length=SHORTEST)
-        cuts = [tuple(slice_lengths(tokens, slices)), tuple(choose(COST, request).slices)]
-        cases += [Case(schedule, sequences, cut) for cut in dict.fromkeys(cuts) if len(cut) > 1]
-    return cases
+    """Uncut 1F1B, then for each placement the orders in equal slices, and what the planner chooses."""
+    cases, equal = [Case("plain", "1f1b", (tokens,))], tuple(slice_lengths(tokens, slices))
+    for placement, schedules in ORDERS.items():
+        cases += [Case(placement, schedule, equal) for schedule in schedules]
+        times = times_of(cases[-1], processes, sequences)
+        request = Request(
+            tokens, times.stages, sequences, granularity=1, min_length=SHORTEST, weights_once=True, placement=times.placement
+        )  # fmt: skip
+        plan = choose(times.cost, request)
+        cases.append(Case(placement, plan.schedule, tuple(plan.slices)))
+    return list(dict.fromkeys(cases))
 
 
 def main() -> None:
     options = measure.parser("emulation", __doc__)
-    options.add_argument("--processes", type=measure.listed(int), help="stages (default 4,8,16; 2 with --quick)")
+    options.add_argument("--processes", type=measure.listed(int), help="places (default 4,8,16; 2 with --quick)")
     options.add_argument("--steps", type=int, default=3, help=f"of a case, until {ENOUGH_S:g} s are full (default 3)")
     options = options.parse_args()
     tokens, slices, sequences = (32, 4, 1) if options.quick else (160, 8, SEQUENCES)
-    print("processes  schedule  slices  simulated s  measured s   error  times unsliced")
+    print("processes    placement     schedule  slices  simulated s  measured s   error  times uncut")
     for processes in options.processes or ([2] if options.quick else [4, 8, 16]):
         cases = cases_for(processes, sequences, tokens, slices)
-        simulated = [StepTimes(COST, processes, sequences).seconds(case.schedule, case.lengths) for case in cases]
-        measured = measure.on_ranks(run_cases, cases, options.steps, ranks=processes)
+        simulated = [times_of(case, processes, sequences).seconds(case.schedule, case.lengths) for case in cases]
+        measured = measure.on_ranks(run_cases, cases, sequences, options.steps, ranks=processes)
         for case, said, taken in zip(cases, simulated, measured, strict=True):
-            line = f"{processes:9}  {case.schedule:>8}  {len(case.lengths):6}  {said:11.3f}  {taken:10.3f}"
+            line = f"{processes:9}  {case.placement:>11}  {case.schedule:>11}  {len(case.lengths):6}  {said:11.3f}  {taken:10.3f}"
             ratios = f"{measured[0] / taken:.2f} (simulated {simulated[0] / said:.2f})"
             print(f"{line}  {taken / said - 1:+6.1%}  {ratios}", flush=True)
 

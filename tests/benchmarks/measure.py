@@ -165,7 +165,8 @@ def run_rounds(columns: Mapping[str, Callable[[], float]], settings: Settings) -
         before = quiet(settings)
         seconds = {name: columns[name]() for name in list(columns)[:: -1 if len(rounds) % 2 else 1]}
         rounds.append(Round(slowdown_of(before, probe(settings)), seconds))
-        say(f"round {len(rounds)}: two at once {rounds[-1].slowdown:.2f}x slower than one")
+        found = ", ".join(f"{name} {one:.4g}" for name, one in seconds.items())
+        say(f"round {len(rounds)}: two at once {rounds[-1].slowdown:.2f}x slower than one; {found}")
     return Result(rounds)
 
 

@@ -75,9 +75,13 @@ class Block(nn.Module):
         batch, length, _ = hidden.shape
         qkv = self.qkv(self.norm1(hidden)).view(batch, length, -1, 3, self.head_size)
         query, key, value = (part.transpose(1, 2) for part in qkv.unbind(3))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        mixed = self.attention(query, key, value)
         hidden = hidden + self.proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return hidden + self.fc2(F.gelu(self.fc1(self.norm2(hidden))))
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Each tensor [b, heads, s, head size]."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
 
 
 class Head(nn.Module):

@@ -8,6 +8,7 @@ per step of every column and the ratio to DeepSpeed's PipelineEngine, which is r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -84,8 +85,8 @@ def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 
     return step
 
 
-def token_slices(slices: int | str) -> dict[str, Any]:
-    return {"token_pipeline": {"slices": slices, "verify": False}}
+def token_slices(slices: int | str, **keys: Any) -> dict[str, Any]:
+    return {"token_pipeline": {"slices": slices, "verify": False, **keys}}
 
 
 def deepspeeds(workload: Workload) -> Step:
@@ -93,8 +94,8 @@ def deepspeeds(workload: Workload) -> Step:
     return steps_of(new_engine(False, 2, workload), workload)
 
 
-def ours(workload: Workload, slices: int | str) -> Step:
-    return steps_of(new_engine(True, 2, workload, token_slices(slices)), workload)
+def ours(workload: Workload, slices: int | str, **keys: Any) -> Step:
+    return steps_of(new_engine(True, 2, workload, token_slices(slices, **keys)), workload)
 
 
 def one_process(workload: Workload) -> Step:
@@ -102,14 +103,23 @@ def one_process(workload: Workload) -> Step:
     if dist.get_rank():
         return lambda: None
     model = nn.Sequential(*(kind(workload.shape, index) for index, kind in enumerate(kinds(workload.shape))))
-    optimizer, micro_batches = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), workload.micro_batches()
+    return plain_steps(model, workload.micro_batches())
+
+
+def plain_steps(
+    model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor] | None = None
+) -> Step:
+    """Steps of plain PyTorch. ``DistributedDataParallel`` reduces the gradients of the last micro-batch's backward."""
+    optimizer, loss_of = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), loss_of or TokenLoss()
+    alone = getattr(model, "no_sync", nullcontext)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for inputs, labels in micro_batches:
-            loss = TokenLoss()(model(inputs), labels) / len(micro_batches)
-            loss.backward()
+        for index, (inputs, labels) in enumerate(micro_batches):
+            with nullcontext() if index + 1 == len(micro_batches) else alone():
+                loss = loss_of(model(inputs), labels) / len(micro_batches)
+                loss.backward()
             total += loss.item()
         optimizer.step()
         return total
