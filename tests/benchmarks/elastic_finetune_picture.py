@@ -1,6 +1,6 @@
 """Draws accuracy over seconds of training, a panel for each table of Markdown that has columns ``seconds`` and ``dev, %``.
 
-``python -m tests.benchmarks.elastic_finetune_picture docs/elastic.md --output docs/finetune.svg``: a point for each
+``python -m tests.benchmarks.elastic_finetune_picture docs/benchmarks.md --output docs/finetune.svg``: a point for each
 row, the end of its training, with bars of a standard deviation to each side. What the fine-tuning benchmark prints
 has such a table.
 """
