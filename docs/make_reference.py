@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ds_terapipe import cli, config
 from ds_terapipe.blocks import Block, must_of
@@ -26,6 +25,18 @@ from ds_terapipe.rules import Rule
 
 FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/make_reference.py from the code: change the code, then run it. -->\n"
+INTRODUCTION = """\
+[Notes on keys](keys_notes.md) say how they act together. `ds_terapipe schema` prints the same as a JSON schema, and an editor
+completes and checks keys with it. For VS Code, write it beside the configurations and name it in `.vscode/settings.json`:
+
+```bash
+ds_terapipe schema --output ds_config.schema.json
+```
+
+```text
+{"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]}
+```
+"""
 RULE = """
 Rules between keys. A configuration that breaks one ends with one line, on every rank, before the first step.
 
@@ -63,9 +74,9 @@ def is_json(text: str) -> bool:
     return True
 
 
-def keys_page(title: str, text: str, block: type[Block], rules: Iterable[Rule]) -> str:
+def keys_part(block: type[Block], text: str, rules: Iterable[Rule]) -> str:
     table = "| key | default | value | meaning |\n|---|---|---|---|\n" + "".join(fields(block))
-    return f"{NOTE}# {title}\n\n{text}\n\n{table}{rules_of(rules)}"
+    return f"## {block.PATH}\n\n{text} Empty, it takes all defaults.\n\n{table}{rules_of(rules)}\n"
 
 
 def rules_of(rules: Iterable[Rule]) -> str:
@@ -73,30 +84,29 @@ def rules_of(rules: Iterable[Rule]) -> str:
     return RULE + "".join(rows).replace("{beside}", "token_pipeline")
 
 
-def lamb_page() -> str:
+def lamb_part() -> str:
     rows = "".join(f"| `{name}` | `{json.dumps(default)}` | {code(text)} |\n" for name, (default, text) in lamb_keys().items())
     texts = entries(LambWarmup, "Args")
     warmup = {name: texts[name] for name in LambWarmup.KEYS}
-    return f"""{NOTE}# Keys of `FusedLamb` and its schedulers
+    return f"""## FusedLamb
 
-## `optimizer.params`
-
-Where `optimizer.type` is `"FusedLamb"`. The formulas of the modes are in the [class](api.md#ds_terapipe.optim.lamb.FusedLamb).
+The keys of `optimizer.params`, where `optimizer.type` is `"FusedLamb"`. The formulas of the modes are in the [class](api.md#ds_terapipe.optim.lamb.FusedLamb).
 
 | key | default | meaning |
 |---|---|---|
 {rows}
-## `scheduler.params` of `"LambWarmup"`
+## LambWarmup
 
+The keys of `scheduler.params`, where `scheduler.type` is `"LambWarmup"`.
 The peak LR is `reference_lr` times the square root of the batch over `reference_batch_size`.
 
 {plain_table(warmup, LambWarmup.REQUIRED)}
-## `scheduler.params.phases` of `"MixedBatch"`
+## MixedBatch
 
-A list of phases. Each has its own batch, sequence length and LR.
+Where `scheduler.type` is `"MixedBatch"`, `scheduler.params.phases` is a list of phases. Each has its own batch, sequence length and LR.
 
 {plain_table(entries(MixedBatch, "Keys of a phase"), REQUIRED)}
-## Keys of DeepSpeed
+## DeepSpeed's keys beside FusedLamb
 {rules_of(LAMB_RULES)}"""
 
 
@@ -138,14 +148,14 @@ def argument_row(action: argparse.Action) -> str:
 
 def pages() -> dict[str, str]:
     """Names and texts of all pages."""
-    tokens = 'The block `"token_pipeline": {}` runs training steps in slices. Empty, it takes all defaults.'
-    layers = 'The block `"elastic_pipeline": {}` freezes layers and reshapes the pipeline. Empty, it takes all defaults.'
-    both: dict[str, tuple[Any, ...]] = {
-        "token_pipeline": (tokens, config.TokenPipelineConfig, (*config.RULES, *RULES, *CUT_RULES)),
-        "elastic_pipeline": (layers, elastic.ElasticPipelineConfig, (*elastic.RULES, *elastic.CHANGES)),
-    }
-    found = {f"{name}.md": keys_page(f"Keys of `{name}`", *parts) for name, parts in both.items()}
-    return {**found, "lamb.md": lamb_page(), "cli.md": cli_page()}
+    token = (*config.RULES, *RULES, *CUT_RULES)
+    layer = (*elastic.RULES, *elastic.CHANGES)
+    parts = [
+        keys_part(config.TokenPipelineConfig, "The block runs training steps in slices.", token),
+        keys_part(elastic.ElasticPipelineConfig, "The block freezes layers and reshapes the pipeline.", layer),
+        lamb_part(),
+    ]
+    return {"keys.md": f"{NOTE}# Keys of ds_config.json\n\n{INTRODUCTION}\n{''.join(parts)}", "cli.md": cli_page()}
 
 
 def main() -> None:

@@ -27,6 +27,7 @@ from .shown import BROKEN_IMPORTS, MEGATRON_DEEPSPEED, at, block_kind, blocks, i
 from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
+_WITH_KEYS = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config")
 HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
@@ -68,7 +69,7 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 @functools.cache
 def deepspeeds_words() -> frozenset[str]:
     """Values of the constants with which DeepSpeed names keys, and fields of the classes for its blocks."""
-    modules = [importlib.import_module(f"deepspeed.runtime.{name}") for name in ("constants", "config", "zero.config")]
+    modules = [importlib.import_module(f"deepspeed.{name}") for name in _WITH_KEYS]
     values = [value for module in modules for value in vars(module).values()]
     fields = [field for value in values for field in getattr(value, "model_fields", ())]
     return frozenset([*fields, *(value for value in values if isinstance(value, str))])
@@ -167,16 +168,16 @@ def table(first_key: str, document: str) -> dict[str, Any]:
 
 def test_tables_have_every_key_and_its_default() -> None:
     fields = config.TokenPipelineConfig.model_fields
-    assert table("enabled", "docs/token_slices.md") == {name: field.default for name, field in fields.items()}
+    assert table("enabled", "docs/reference/keys.md") == {name: field.default for name, field in fields.items()}
 
     defaults: dict[str, Any] = {}
     for block, value in elastic.ElasticPipelineConfig().model_dump(mode="json").items():
         keys = isinstance(value, dict)
         defaults.update({block: value} if not keys else {f"{block}.{key}": v for key, v in value.items()})
     assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
-    assert table("enabled", "docs/elastic.md") == defaults
+    assert table("freeze.policy", "docs/reference/keys.md") == defaults
 
-    rows = table("lr", "docs/lamb.md")
+    rows = table("lr", "docs/reference/keys.md")
     assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= set(rows)
     for key, value in rows.items():
         default = lamb_settings()[key].default
