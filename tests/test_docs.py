@@ -152,33 +152,3 @@ def test_json_in_the_text() -> None:
             else:
                 config.parse({"token_pipeline": pair})
     assert pairs >= 3
-
-
-def table(first_key: str, document: str) -> dict[str, Any]:
-    """Keys and defaults of the table that begins with this key; None where a word says what holds."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    start = re.compile(rf"^\|---.*\n\| `{first_key}`", re.MULTILINE)
-    (found,) = [part for part in re.split(r"\n(?!\|)", text) if start.search(part)]
-    defaults = {}
-    for row in re.sub(r"\A.*?\n\|---[^\n]*\n", "", found, flags=re.DOTALL).splitlines():
-        keys, given = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split(" | ")[:2])
-        defaults.update((key, json.loads(given[number]) if given else None) for number, key in enumerate(keys))
-    return defaults
-
-
-def test_tables_have_every_key_and_its_default() -> None:
-    fields = config.TokenPipelineConfig.model_fields
-    assert table("enabled", "docs/reference/keys.md") == {name: field.default for name, field in fields.items()}
-
-    defaults: dict[str, Any] = {}
-    for block, value in elastic.ElasticPipelineConfig().model_dump(mode="json").items():
-        keys = isinstance(value, dict)
-        defaults.update({block: value} if not keys else {f"{block}.{key}": v for key, v in value.items()})
-    assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
-    assert table("freeze.policy", "docs/reference/keys.md") == defaults
-
-    rows = table("lr", "docs/reference/keys.md")
-    assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= set(rows)
-    for key, value in rows.items():
-        default = lamb_settings()[key].default
-        assert (list(default) if isinstance(default, tuple) else default) == value, key
