@@ -17,7 +17,7 @@ from unittest import mock
 
 import deepspeed
 from deepspeed.launcher import runner
-from torch.distributed.run import get_args_parser as parser_of_torchrun
+from torch.distributed import run
 
 from .documents import ROOT, Command
 
@@ -46,7 +46,7 @@ def check(command: Command) -> str:
         "pip": _pip,
         "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
         "deepspeed": lambda words: _launch(runner.parse_args, words, "user_script", "user_args"),
-        "torchrun": lambda words: _launch(parser_of_torchrun().parse_args, words, "training_script", "training_script_args"),
+        "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
         **dict.fromkeys(("python", "python3"), _python),
     }
     if program not in kinds and not program.endswith(".py"):

@@ -26,7 +26,7 @@ BROKEN_IMPORTS = (
     "from deepspeed.compression.compress import init_compression, redundancy_clean",
 )
 # Output is shown, not run: its first words tell which it is.
-OUTPUTS = ("rank 0 (stage 0) waited", "load_checkpoint: got", "[Rank 0] ", "16 of 24 layers frozen:", "losses over ")
+OUTPUTS = ("rank 0 (stage 0)", "load_checkpoint: got", "[Rank 0] ", "16 of 24 layers", "losses over", "MixedBatch")
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
 THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,12 +90,14 @@ def train_on(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[t
 
     seen = []
     for settings in blocks:
-        model = PipelineModule(gpt(2), num_stages=1, loss_fn=mean_loss)
+        model = PipelineModule(gpt(8), num_stages=1, loss_fn=mean_loss)
         given = {} if "optimizer" in settings else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         parameters = list(model.parameters())
         engine, optimizer, _, scheduler = ds_terapipe.initialize(
             model=model, model_parameters=parameters, config=settings, **given
         )
+        if hasattr(scheduler, "register_dataset"):
+            scheduler.register_dataset(SimpleNamespace(set_seq_length=int))
         rows = engine.train_micro_batch_size_per_gpu()
         batches = [micro_batch(n, length=24, batch=rows, masked=False) for n in range(engine.micro_batches)]
         loss = float(engine.train_batch(iter(batches)))
