@@ -10,7 +10,7 @@ VERSIONS ?= 3.11 3.12 3.10
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test-fast test test-full test-versions test-device smoke test-smoke lint format clean gpu-attention gpu-lamb gpu-one gpu-rows gpu-memory gpu-two gpu-four
+.PHONY: help venv demo test-fast test test-full test-versions test-device smoke test-smoke lint format clean docs gpu-attention gpu-lamb gpu-one gpu-rows gpu-memory gpu-two gpu-four
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -72,6 +72,9 @@ gpu-two: venv ## on two GPUs: a GPT on two stages, with slices and without
 
 gpu-four: venv ## on four GPUs: a GPT on four stages, with slices and without
 	@$(RUN) bash configs/gpu.sh 4
+
+docs: ## the site of docs/ in build/site, strict, in its own environment .venv-docs: a CI job beside `.ci/run`
+	@PYTHON="$(PYTHON)" bash configs/docs.sh
 
 lint: venv ## format, style, types
 	$(RUN) ruff format --check .

@@ -12,12 +12,15 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
+from .docstrings import entries, summary
 from .errors import LARGEST_COUNT, ConfigError, bad_value, nearest, shown, unknown_key
 from .rules import Rule, check
 
@@ -57,12 +60,25 @@ Gigabytes = Annotated[Annotated[Number, Field(le=LARGEST_GB)] | None, Must("a po
 AnyBlock = TypeVar("AnyBlock", bound="Block")
 
 
+def _describe(schema: dict[str, Any], block: type[Block]) -> None:
+    """Put the docstring's texts into the JSON schema of a block, which takes no other keys."""
+    texts = entries(block, "Attributes")
+    schema.pop("title", None)
+    schema |= {"description": summary(block), "additionalProperties": False}
+    for name, field in schema["properties"].items():
+        field.pop("title", None)
+        must = must_of(block.model_fields[name])
+        field["description"] = f"{texts.get(name, '')} Must be {must.rule}.".strip().replace("``", "")
+
+
 class Block(BaseModel):
-    """An immutable block of keys.
+    """An immutable block of keys, which the section ``Attributes`` of its docstring describes.
 
     Raises:
         ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
     """
+
+    model_config = ConfigDict(json_schema_extra=_describe)  # type: ignore[typeddict-item]  # of a narrower type than BaseModel
 
     PATH: ClassVar[str]
     """Path of the block, the prefix of its keys in errors."""
@@ -141,12 +157,19 @@ def _one_line(block: type[Block], data: Any) -> Iterator[None]:
 def _refusal(block: type[Block], name: str, value: object, bounds: Sequence[int]) -> ConfigError:
     """The error of a value that does not have its key's type, or is above a bound of it."""
     field = block.model_fields[name]
-    words = _words(field.annotation)
-    named = Must(" or ".join(map(shown, words)) or "true or false", shown(field.default))
-    must = next((each for each in field.metadata if isinstance(each, Must)), named)
-    near = nearest(value, words) if isinstance(value, str) else None
+    must = must_of(field)
+    near = nearest(value, _words(field.annotation)) if isinstance(value, str) else None
     rule = f"{must.rule}, at most {bounds[0]:.0f}" if bounds else must.rule
     return bad_value(f"{block.PATH}.{name}", value, rule, shown(near) if near else must.use)
+
+
+def must_of(field: FieldInfo) -> Must:
+    """The words for a key's type: its own, or those that its type allows."""
+    kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, Block):
+        return Must("a block of keys", f"some of {', '.join(kind.model_fields)}")
+    named = Must(" or ".join(map(shown, _words(kind))) or "true or false", shown(field.default))
+    return next((each for each in field.metadata if isinstance(each, Must)), named)
 
 
 def _words(kind: Any) -> list[str]:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ds_terapipe.commands import check, export, plan, prepare_data, report, reproduce_paper, shapes, simulate, trace
+from ds_terapipe.commands import check, export, plan, prepare_data, report, reproduce_paper, schema, shapes, simulate, trace
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import check_json
 from ds_terapipe.errors import ConfigError
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ds_terapipe", description="Tools around token-slice pipelining, elastic freezing and FusedLamb."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in (plan, check, simulate, prepare_data, report, reproduce_paper, trace, shapes, export):
+    for command in (plan, check, simulate, prepare_data, report, reproduce_paper, trace, shapes, export, schema):
         command.add(commands)
     return parser
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from . import blocks
 from .blocks import Block, Count, FileName, Gigabytes, Must, Number, Switch, one_of
+from .errors import shown
 from .rules import Rule, above, at, check, is_given
 from .schedule import NAMES
 
@@ -47,7 +48,12 @@ Cut = Annotated[Annotated[list[Dimensions], Field(min_length=1)] | None, _EACH]
 
 
 class CutConfig(Block):
-    """The block ``token_pipeline.cut``."""
+    """The block ``token_pipeline.cut``: the dimensions to cut, where the general rule is wrong.
+
+    Attributes:
+        inputs: Dimensions of each input tensor, as ``[1, null, [2, 3]]``. Null keeps a tensor whole; a list cuts a mask's rows and columns.
+        labels: The same for the labels.
+    """
 
     PATH: ClassVar[str] = f"{TOKEN_PIPELINE}.cut"
 
@@ -56,31 +62,40 @@ class CutConfig(Block):
 
 
 class TokenPipelineConfig(Block):
-    """The block ``token_pipeline``.
+    """The block ``token_pipeline``: a training step in slices of tokens.
 
     Attributes:
-        enabled: whether the block counts at all; ``false`` is the same as leaving it out.
-        slices: number of equal slices (a remainder is spread), the length in tokens of every slice, or chosen from
-            measurements.
-        schedule: order of the work: every slice forward and then backward in reverse; one forward, one backward, perhaps with
-            weight gradients in waits (``zero_bubble``) or around several stages on a place (``interleaved``). ``auto`` is
-            chosen with the slices where they are ``auto``, else ``1f1b``, or ``interleaved`` with several stages on a place.
-        stages_per_place: stages of the model on each place of the pipeline.
-        placement: stage s on place s mod K of K places, or, for two stages on a place, back from the last place to the first.
-        granularity: unequal automatic slices are multiples of so many tokens, and no automatic slice is shorter.
-        memory_gb: limit of activations and buffers on a device, in 1e9 bytes; default: the free memory, no limit on a CPU.
-        plan_path: a plan to run by, as ``ds_terapipe plan`` or a run has written it.
-        measurements_path: file of measurements, written, and read if made on the same system; none by default.
-        layout: position of the sequence in tensors between layers: [b, s, h], [s, b, h], or found by comparing shapes.
-        cut: per tensor of the ``inputs`` and the ``labels``, the dimension or dimensions to cut, or null to keep it whole.
-            Both keys are there after validation; None means that the general rule holds.
-        verify: whether the first batch is run whole and sliced, and compared module by module, before the first step.
-        weight_gradients: weight gradients of linear layers and embeddings: made once per micro-batch (faster), or per slice
-            (less memory). ``auto`` is ``slice`` with activation checkpointing or ``torch_autocast``, else ``micro_batch``.
-        timeout_s: seconds that a stage waits for another before the run ends with a report.
-        trace_path: file for a Chrome trace of some steps, all ranks in it; none by default.
-        trace_steps: first and last step of the trace, counted from 1 as in the log; by default the third to the fifth of the
-            run.
+        enabled: The switch of the block. ``false`` is the same as no block.
+        slices: The cut of every sequence: a number of equal slices, whose remainder is spread, or the tokens of each slice.
+            ``"auto"`` measures the first steps and chooses the cut.
+        schedule: The order of the work. ``"1f1b"`` alternates one slice forward and one backward, and a stage holds at most
+            stages + slices - 1 units. ``"terapipe"`` runs all slices forward, then all backward. ``"zero_bubble"`` is ``"1f1b"``
+            with weight gradients in the waits; it needs them by micro-batch. ``"interleaved"`` is for several stages on a place.
+            ``"auto"`` is chosen with automatic slices; beside given slices it is ``"1f1b"``, or ``"interleaved"`` with several
+            stages on a place.
+        stages_per_place: Stages of the model on each place of the pipeline. With several, filling and draining take steps of a
+            smaller stage. The layers move to their places in ``initialize``.
+        placement: Stage s on place s mod K of K places. ``"v"``, for two stages on a place, goes back from the last place to
+            the first, so that one place has both ends of the model.
+        granularity: Tokens that divide the length of unequal automatic slices. No automatic slice is shorter.
+        memory_gb: The limit for activations and buffers on a device, for automatic slices. Without it the free memory counts,
+            and a CPU has no limit.
+        plan_path: A plan that ``ds_terapipe plan`` or a run has written. Other stages, micro-batches or more memory than
+            ``memory_gb`` are an error. Sequences of another length are measured, and a log line says so.
+        measurements_path: A file for the measurements of automatic slices. A later run reads it if model, types, layout, devices
+            and versions match; otherwise a log line names the difference.
+        layout: The position of the sequence in tensors between layers: [b, s, h] or [s, b, h]. ``"auto"`` compares the
+            shapes at two lengths. Set it where both would fit, which is otherwise an error.
+        cut: The dimensions to cut in each tensor of ``inputs`` and ``labels``, where the general rule is wrong.
+        verify: Whether every module is compared, whole and sliced, on the first batch before the first step. Sequences longer
+            than 2,048 tokens are compared up to there.
+        weight_gradients: When linear layers and embeddings make weight gradients: once for each micro-batch, which is faster,
+            or for each slice, which takes less memory. ``"auto"`` is ``"slice"`` beside activation checkpointing or
+            ``torch_autocast``, otherwise ``"micro_batch"``.
+        timeout_s: Seconds that a stage waits for another before the job ends. A report then names who waits for whom.
+        trace_path: A file for a Chrome trace of some steps, with every action of every rank.
+        trace_steps: The first and the last traced step, counted from 1 as in the log. By default the third to the fifth step
+            of the run.
     """
 
     PATH: ClassVar[str] = TOKEN_PIPELINE
@@ -92,7 +107,10 @@ class TokenPipelineConfig(Block):
         Must('a positive number, a list of lengths or "auto"', "e.g. 8"),
     ] = "auto"
     schedule: Annotated[
-        str, BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *SCHEDULES), AUTO))
+        str,
+        BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *SCHEDULES), AUTO)),
+        Field(json_schema_extra={"enum": [AUTO, *SCHEDULES]}),
+        Must(" or ".join(map(shown, (AUTO, *SCHEDULES))), shown(AUTO)),
     ] = "auto"
     stages_per_place: Annotated[Count, Must("a positive number of stages", "e.g. 2")] = 1
     placement: Literal["interleaved", "v"] = "interleaved"
@@ -104,6 +122,8 @@ class TokenPipelineConfig(Block):
     cut: Annotated[
         dict[str, list[Dimensions] | None] | None,
         BeforeValidator(lambda value: None if value is None else CutConfig.read(value).model_dump()),
+        WithJsonSchema({"anyOf": [CutConfig.model_json_schema(), {"type": "null"}]}),
+        Must("a block of inputs and labels, each a list with one entry per tensor", 'e.g. {"inputs": [1], "labels": [1]}'),
     ] = None
     verify: Switch = True
     weight_gradients: Literal["auto", "micro_batch", "slice"] = "auto"

@@ -50,5 +50,5 @@ def _refuse(given: Any) -> None:
             caller = "transformers' Trainer" if "Trainer" in type(given).__name__ else "accelerate"
             raise ConfigError(
                 f"{key}: got {caller}, which calls a whole model's forward and backward, must be a loop of engine.train_batch, "
-                "use ds_terapipe.hf.pipeline and deepspeed.initialize (docs/huggingface.md), or remove the key"
+                "use ds_terapipe.hf.pipeline and deepspeed.initialize (docs/how-to/from_trainer.md), or remove the key"
             )

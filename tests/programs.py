@@ -9,7 +9,7 @@ import importlib.util
 import io
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from unittest import mock
 
 import deepspeed
 from deepspeed.launcher import runner
+from torch.distributed import run
 
 from .documents import ROOT, Command
 
@@ -44,9 +45,9 @@ def check(command: Command) -> str:
         "make": _make,
         "pip": _pip,
         "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
-        "deepspeed": _launch,
-        "python": _python,
-        "python3": _python,
+        "deepspeed": lambda words: _launch(runner.parse_args, words, "user_script", "user_args"),
+        "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
+        **dict.fromkeys(("python", "python3"), _python),
     }
     if program not in kinds and not program.endswith(".py"):
         raise Rejected(f"no such program: {program}")
@@ -110,10 +111,10 @@ def _script(name: str, arguments: Sequence[str]) -> str:
     return "script"
 
 
-def _launch(arguments: Sequence[str]) -> str:
+def _launch(parse: Callable[[list[str]], Any], arguments: Sequence[str], script: str, its_arguments: str) -> str:
     with _strictly():
-        options = runner.parse_args(list(arguments))
-    return _script(options.user_script, options.user_args)
+        options = parse(list(arguments))
+    return _script(getattr(options, script), getattr(options, its_arguments))
 
 
 def _ours(module: str, arguments: Sequence[str]) -> None:

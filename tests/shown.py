@@ -19,14 +19,14 @@ from .programs import ELSEWHERE, Rejected
 
 PACKAGE = ROOT / "ds_terapipe"
 PROGRAMS = ("make ", "pip ", "python ", "python3 ", "deepspeed ", "ds_terapipe ", "bash ", "torchrun ")
-MEGATRON_DEEPSPEED = "docs/megatron_deepspeed.md"
+MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 # Imports that the text shows because they fail beside DeepSpeed 0.19.8: they have to.
 BROKEN_IMPORTS = (
     "from megatron.model.vision.knn_monitor import compute_feature_bank",
     "from deepspeed.compression.compress import init_compression, redundancy_clean",
 )
 # Output is shown, not run: its first words tell which it is.
-OUTPUTS = ("rank 0 (stage 0) waited", "load_checkpoint: got", "[Rank 0] ", "16 of 24 layers frozen:")
+OUTPUTS = ("rank 0 (stage 0)", "load_checkpoint: got", "[Rank 0] ", "16 of 24 layers", "losses over", "MixedBatch")
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
 THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
@@ -45,13 +45,8 @@ def shown() -> Document:
 @functools.cache
 def sources() -> str:
     """The text of all programs that the documents can be about."""
-    files = [
-        *PACKAGE.rglob("*.py"),
-        *(ROOT / "tests" / "benchmarks").glob("*.py"),
-        *(ROOT / "examples").glob("*.py"),
-        ROOT / "train.py",
-        ROOT / "setup.py",
-    ]
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests" / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")]
+    files += [ROOT / "train.py", ROOT / "setup.py"]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
@@ -61,7 +56,7 @@ def block_kind(block: Piece) -> str:
         return "picture"
     if block.language in ("json", "python"):
         return block.language
-    if block.language in ("", "bash", "sh") and block.text.startswith(PROGRAMS):
+    if block.language in ("", "bash", "sh") and (block.text.startswith(PROGRAMS) or ASSIGNMENT.match(block.text)):
         return "shell"
     if block.language == "" and block.text.startswith(OUTPUTS):
         return "output"

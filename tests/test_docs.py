@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from .shown import BROKEN_IMPORTS, MEGATRON_DEEPSPEED, at, block_kind, blocks, i
 from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
+_WITH_KEYS = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config")
 HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
@@ -68,7 +70,7 @@ def test_python_blocks_run(tmp_path: Path) -> None:
 @functools.cache
 def deepspeeds_words() -> frozenset[str]:
     """Values of the constants with which DeepSpeed names keys, and fields of the classes for its blocks."""
-    modules = [importlib.import_module(f"deepspeed.runtime.{name}") for name in ("constants", "config", "zero.config")]
+    modules = [importlib.import_module(f"deepspeed.{name}") for name in _WITH_KEYS]
     values = [value for module in modules for value in vars(module).values()]
     fields = [field for value in values for field in getattr(value, "model_fields", ())]
     return frozenset([*fields, *(value for value in values if isinstance(value, str))])
@@ -88,12 +90,14 @@ def train_on(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[t
 
     seen = []
     for settings in blocks:
-        model = PipelineModule(gpt(2), num_stages=1, loss_fn=mean_loss)
+        model = PipelineModule(gpt(8), num_stages=1, loss_fn=mean_loss)
         given = {} if "optimizer" in settings else {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
         parameters = list(model.parameters())
         engine, optimizer, _, scheduler = ds_terapipe.initialize(
             model=model, model_parameters=parameters, config=settings, **given
         )
+        if hasattr(scheduler, "register_dataset"):
+            scheduler.register_dataset(SimpleNamespace(set_seq_length=int))
         rows = engine.train_micro_batch_size_per_gpu()
         batches = [micro_batch(n, length=24, batch=rows, masked=False) for n in range(engine.micro_batches)]
         loss = float(engine.train_batch(iter(batches)))
@@ -151,33 +155,3 @@ def test_json_in_the_text() -> None:
             else:
                 config.parse({"token_pipeline": pair})
     assert pairs >= 3
-
-
-def table(first_key: str, document: str) -> dict[str, Any]:
-    """Keys and defaults of the table that begins with this key; None where a word says what holds."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    start = re.compile(rf"^\|---.*\n\| `{first_key}`", re.MULTILINE)
-    (found,) = [part for part in re.split(r"\n(?!\|)", text) if start.search(part)]
-    defaults = {}
-    for row in re.sub(r"\A.*?\n\|---[^\n]*\n", "", found, flags=re.DOTALL).splitlines():
-        keys, given = (re.findall(r"`([^`]+)`", cell) for cell in row.strip("|").split(" | ")[:2])
-        defaults.update((key, json.loads(given[number]) if given else None) for number, key in enumerate(keys))
-    return defaults
-
-
-def test_tables_have_every_key_and_its_default() -> None:
-    fields = config.TokenPipelineConfig.model_fields
-    assert table("enabled", "docs/token_slices.md") == {name: field.default for name, field in fields.items()}
-
-    defaults: dict[str, Any] = {}
-    for block, value in elastic.ElasticPipelineConfig().model_dump(mode="json").items():
-        keys = isinstance(value, dict)
-        defaults.update({block: value} if not keys else {f"{block}.{key}": v for key, v in value.items()})
-    assert {"enabled", "freeze.alpha", "resize.policy"} <= set(defaults)
-    assert table("enabled", "docs/elastic.md") == defaults
-
-    rows = table("lr", "docs/lamb.md")
-    assert {"lr", "betas", "mode", "exclude", "max_grad_norm"} <= set(rows)
-    for key, value in rows.items():
-        default = lamb_settings()[key].default
-        assert (list(default) if isinstance(default, tuple) else default) == value, key

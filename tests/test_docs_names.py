@@ -6,18 +6,16 @@ import itertools
 import pydoc
 import re
 import runpy
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
+import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.schedule import Action, Op
-from tests.benchmarks import elastic_finetune_picture as picture
 
-from .documents import ROOT, commands
+from .documents import ROOT, commands, documents
 from .programs import Rejected, check
-from .shown import MEGATRON_DEEPSPEED, PACKAGE, SHORT, at, block_kind, blocks, shown, sources, spans
+from .shown import MEGATRON_DEEPSPEED, MEGATRON_LM, PACKAGE, SHORT, at, block_kind, blocks, shown, sources, spans
 
 
 def test_commands_are_accepted() -> None:
@@ -31,10 +29,10 @@ def test_commands_are_accepted() -> None:
 
 
 def test_options_by_themselves_are_of_some_program() -> None:
-    """Megatron's are not here."""
     for span in spans("option"):
         found = [f'"{option}"' for option in re.findall(r"--[\w-]+", span.text)]
-        assert found and (span.document == MEGATRON_DEEPSPEED or all(each in sources() for each in found)), span.where
+        theirs = span.document in (MEGATRON_DEEPSPEED, MEGATRON_LM)
+        assert found and (theirs or all(each in sources() for each in found)), span.where
 
 
 WRONG = """
@@ -46,6 +44,7 @@ python -m tests.benchmarks.none
 python docs/none.py
 ds_terapipe prepare-data --output-prefixes data/python
 deepspeed --num_gpu 4 train.py --deepspeed_config ds_config.json
+torchrun --nprocs-per-node 4 train.py
 train.py --stage-layer 5,3
 DS_TERAPIPE_AUTOLOADS=0
 poetry install
@@ -65,33 +64,26 @@ def test_every_subcommand_is_shown() -> None:
     assert named == set(action.choices)
 
 
-def test_the_picture_of_schedules_is_what_its_command_draws(tmp_path: Path) -> None:
-    script = tmp_path / "draw_schedules.py"
-    script.write_bytes((ROOT / "docs" / script.name).read_bytes())
-    runpy.run_path(str(script), run_name="__main__")
-    assert (tmp_path / "schedules.svg").read_bytes() == (ROOT / "docs" / "schedules.svg").read_bytes()
+@pytest.mark.parametrize(("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")])
+def test_files_of_the_docs_are_what_their_script_writes(script: str, of: str, pattern: str) -> None:
+    """And there is no picture that a script does not draw."""
+    made = runpy.run_path(str(ROOT / "docs" / f"{script}.py"))
+    folder = made["FOLDER"]
+    texts = made[of]()
+    assert texts == {name: (folder / name).read_text(encoding="utf-8") for name in texts}
+    assert not pattern or {path.name for path in (ROOT / "docs").rglob(pattern)} == set(texts)
 
 
-@pytest.mark.parametrize(
-    ("begins", "source", "picture", "main", "at"),
-    [
-        ("ds_terapipe shapes docs/", "history.jsonl", "shapes.svg", cli.main, 1),
-        ("python -m tests.benchmarks.elastic_finetune_picture docs/", "elastic.md", "finetune.svg", picture.main, 3),
-    ],
-    ids=["shapes", "fine-tuning"],
-)
-def test_a_picture_is_what_its_command_draws(
-    tmp_path: Path, begins: str, source: str, picture: str, main: Callable[[list[str]], int], at: int
-) -> None:
-    (command,) = [span.text for span in spans("command") if span.text.startswith(begins)]
-    (words,) = [each.words for each in commands(command)]
-    where = {f"docs/{source}": str(ROOT / "docs" / source), f"docs/{picture}": str(tmp_path / picture)}
-    assert main([where.get(word, word) for word in words[at:]]) == 0
-    assert (tmp_path / picture).read_bytes() == (ROOT / "docs" / picture).read_bytes()
+def test_every_page_is_in_the_navigation_and_every_public_name_in_its_page() -> None:
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{name}" for name in named) == documents()[1:]
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    assert all(pydoc.locate(name) is not None for name in names)
+    assert {f"ds_terapipe.{module}.{name}" for name, module in ds_terapipe._PUBLIC.items()} <= set(names)
 
 
 def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [span.text for span in spans("command") if "--frozen" in span.text and span.document == "docs/elastic.md"]
+    found = [span.text for span in spans("command") if "--frozen" in span.text and "freezing.md" in span.document]
     (words,) = [each.words for command in found for each in commands(command)]
     assert cli.main(list(words[1:])) == 0
     (block,) = [block for block in blocks("output") if block.text.startswith("16 of 24 layers frozen:")]
@@ -123,8 +115,7 @@ def test_files() -> None:
     """Of the repository, the package or the sources in C++."""
     for span in spans("file"):
         name = span.text.rstrip("/")
-        found = (ROOT.glob(name), PACKAGE.rglob(name), (ROOT / "csrc").rglob(name))
-        assert any(itertools.chain(*found)), span.where
+        assert any(itertools.chain(ROOT.glob(name), PACKAGE.rglob(name), (ROOT / "csrc").rglob(name))), span.where
 
 
 def test_links() -> None:

@@ -17,7 +17,7 @@ _CLUSTER = next(iter(CLUSTERS))
 _SEQ_LENGTH = 2048
 EXAMPLE = """\
 example:
-  ds_terapipe check --world 64 -- train.py --num-layers 40 ... --deepspeed_config ds_config.json
+  ds_terapipe check --world 64 -- train.py --num-layers 40 --deepspeed_config ds_config.json
   ds_terapipe check --ds-config ds_config.json --world 16 --seq-length 2048 -- my_train.py
   ds_terapipe check --ds-config ds_config.json --world 64 --model gpt3-13b --stages 8 --tensor-parallel 8
 

@@ -20,10 +20,10 @@ EXAMPLE = """\
 example:
   ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
   ds_terapipe prepare-data --input book.txt notes/ --output-prefix data/books
-  deepspeed train.py --data-path data/books --vocab-size 257 ...
+  deepspeed train.py --data-path data/books --vocab-size 257
   ds_terapipe prepare-data --input web.jsonl --tokenizer tokenizer.json --append-eod --workers 8 --output-prefix data/web
   ds_terapipe prepare-data --split-sentences --output-prefix data/sentences
-  deepspeed train.py --model bert --data-path data/sentences ...
+  deepspeed train.py --model bert --data-path data/sentences
 """
 
 

@@ -42,28 +42,35 @@ _PAIRS = Must(
 
 
 class FreezeSettings(Block):
-    """The block ``elastic_pipeline.freeze``.
+    """The block ``elastic_pipeline.freeze``: which first layers stop training, and when.
 
     Attributes:
-        policy: a policy of `ds_terapipe.elastic.policies.freeze`, or one that the user has registered there.
-        alpha: share of the layers that still train by which each interval may freeze more; for policies that read it.
-        interval: steps between two decisions, or an epoch of ``training_data``; for policies that decide at intervals.
-        tolerance: relative change of a gradient's norm from interval to interval below which it is a plateau; for policies
-            that read it.
-        patience: intervals that a plateau lasts before it counts; for policies that read it.
-        unfreeze: events that make all layers train again: of `ds_terapipe.elastic.policies.freezer.REASONS`.
-        frozen_layers: pairs (step, number): from that step on, the first so many entries are frozen; for policies that read it.
+        policy: The rule that freezes a prefix of the layers. ``"static"`` freezes nothing more than ``requires_grad`` does.
+            ``"schedule"`` follows ``frozen_layers``, ``"alpha"`` the number of intervals, ``"grad_norm"`` and ``"plateau"`` the
+            gradients. Code may register other names.
+        alpha: The share of the layers in training that an interval may freeze, for ``"alpha"``, ``"grad_norm"`` and
+            ``"plateau"``.
+        interval: Steps between two decisions, or an epoch of ``training_data``, for policies that decide at intervals.
+        tolerance: The relative change of a gradient's norm between intervals below which it is a plateau, for ``"plateau"``.
+        patience: Intervals that a plateau lasts before it counts, for ``"plateau"``.
+        unfreeze: Events after which all layers train again: the learning rate restarts, the loss rises, or the policy says so.
+        frozen_layers: Pairs of a step and a number: from this step on, so many first entries of the layer list are frozen. The
+            policy ``"schedule"`` needs it.
     """
 
     PATH: ClassVar[str] = _FREEZE
 
-    policy: Annotated[str, BeforeValidator(lambda value: policy_class(value) and str(value))] = "static"
+    policy: Annotated[
+        str,
+        BeforeValidator(lambda value: policy_class(value) and str(value)),
+        Must(f"{', '.join(map(shown, policy_names()))}, or a registered name", 'e.g. "alpha"'),
+    ] = "static"
     alpha: Annotated[Share, Must("above 0 and below 1", "e.g. 0.33")] = 0.33
     interval: Annotated[Count | Literal["epoch"], Must('"epoch" or a positive number of steps', "e.g. 1000")] = EPOCH
     tolerance: Annotated[Share, Must("above 0 and below 1", "e.g. 0.1")] = 0.1
     patience: Annotated[Count, Must("a positive number of intervals", "e.g. 3")] = 3
     unfreeze: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Field(json_schema_extra={"enum": [*REASONS]})], ...],
         AfterValidator(_are_reasons),
         Must(f"a list of {' or '.join(map(shown, REASONS))}", f"e.g. {shown(REASONS[:1])}"),
     ] = ()
@@ -85,12 +92,14 @@ class FreezeSettings(Block):
 
 
 class ResizeSettings(Block):
-    """The block ``elastic_pipeline.resize``.
+    """The block ``elastic_pipeline.resize``: when the pipeline gets other stages and replicas.
 
     Attributes:
-        policy: never; by PipeTransformer's compression test; by measured times; or a number of stages from a step on. The
-            default ``measured`` becomes ``off`` beside settings that do not allow it.
-        memory_gb: memory limit of a rank, in 1e9 bytes, for measured shapes; None: a rank's use at the start.
+        policy: ``"off"`` keeps the shape. ``"halve"`` is the compression test of PipeTransformer. ``"measured"`` compares the
+            measured times of shapes. Pairs of a step and a number set the stages from this step on. The default becomes
+            ``"off"`` beside settings that do not allow another shape.
+        memory_gb: The memory limit of a rank, for ``"measured"``. Without it the limit is a rank's use at the start, and a CPU
+            has none.
     """
 
     PATH: ClassVar[str] = _RESIZE
@@ -106,14 +115,16 @@ class ResizeSettings(Block):
 
 
 class CacheSettings(Block):
-    """The block ``elastic_pipeline.cache``: outputs of the frozen layers, by sample.
+    """The block ``elastic_pipeline.cache``: outputs of the frozen layers, kept by sample.
 
     Attributes:
-        enabled: whether outputs are cached.
-        dtype: unchanged, or floating-point numbers cast to bf16.
-        memory_gb: limit for entries in a machine's memory (/dev/shm), in 1e9 bytes; by default half of its free space.
-        disk_path: folder for entries that do not fit into memory.
-        disk_gb: limit for entries on disk, in 1e9 bytes; by default 0.8 of the free space.
+        enabled: Whether outputs are cached. The other keys of the block need it.
+        dtype: ``"exact"`` keeps outputs as they are. ``"bf16"`` rounds floating-point numbers: half the size of fp32, and
+            losses within 1e-2.
+        memory_gb: The limit for entries in the memory of a machine, which is /dev/shm, for all processes together. By default half
+            of its free space.
+        disk_path: A folder for entries that do not fit into memory.
+        disk_gb: The limit for entries in ``disk_path``. By default 0.8 of the free space.
     """
 
     PATH: ClassVar[str] = _CACHE
@@ -137,8 +148,8 @@ class DataSettings(Block):
     """The block ``elastic_pipeline.data``: the order of ``training_data``.
 
     Attributes:
-        shuffle: whether every epoch has its own order, drawn from the seed and the epoch.
-        seed: seed of these orders.
+        shuffle: Whether every epoch has its own order. Otherwise the order is the dataset's.
+        seed: The seed of these orders.
     """
 
     PATH: ClassVar[str] = f"{ELASTIC_PIPELINE}.data"
@@ -148,12 +159,16 @@ class DataSettings(Block):
 
 
 class ElasticPipelineConfig(Block):
-    """The block ``elastic_pipeline``.
+    """The block ``elastic_pipeline``: frozen layers, and a pipeline that follows them.
 
     Attributes:
-        enabled: whether the block is active; ``false`` is the same as leaving it out.
-        partition: whether the layers of a running pipeline are repartitioned by measured costs even if nothing is frozen.
-        history_path: file to which the run adds a line of JSON for its start, each change and its end.
+        enabled: The switch of the block. ``false`` is the same as no block.
+        freeze: Which first layers stop training, and when.
+        resize: When the pipeline gets other stages and replicas.
+        cache: Outputs of the frozen layers, kept by sample.
+        data: The order of ``training_data``.
+        partition: ``"measured"`` divides the layers of a running pipeline by measured times, even if no layer is frozen.
+        history_path: A file to which rank 0 adds a line for the start, each change and the end. ``ds_terapipe shapes`` draws it.
     """
 
     PATH: ClassVar[str] = ELASTIC_PIPELINE
@@ -191,7 +206,7 @@ def _keeps_flat_parts(config: Mapping[str, Any]) -> bool:
     return above(0)(at(config, "zero_optimization.stage")) or any(is_true(at(config, f"{n}.enabled")) for n in names)
 
 
-_RULES = (
+RULES = (
     Rule(
         f"{_FREEZE}.frozen_layers",
         lambda pairs: pairs is not None and any(a[1] > b[1] for a, b in pairwise(pairs)),
@@ -222,7 +237,7 @@ _RULES = (
 )
 
 _BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
-_CHANGES = (
+CHANGES = (
     Rule(
         f"{_FREEZE}.policy",
         lambda policy: policy_class(policy).needs_gradients,
@@ -254,7 +269,7 @@ def parse(config: Mapping[str, Any]) -> ElasticPipelineConfig | None:
     Raises:
         ConfigError: the block is not one, has an unknown key, or a value that breaks its rule; only the first is reported.
     """
-    return blocks.parse(ElasticPipelineConfig, config, _RULES)
+    return blocks.parse(ElasticPipelineConfig, config, RULES)
 
 
 def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> ElasticPipelineConfig:
@@ -267,7 +282,7 @@ def check_config(settings: ElasticPipelineConfig, config: Mapping[str, Any]) -> 
         ConfigError: naming the key, its value and the value to use.
     """
     freezes = settings.freeze.policy != "static"
-    for rule, value in broken(_CHANGES, config) if freezes or settings.moves else ():
+    for rule, value in broken(CHANGES, config) if freezes or settings.moves else ():
         if freezes or settings.has_to_move:
             raise bad_value(rule.path, value, rule.must, rule.use)
         return settings.staying(f"{rule.path} is {shown(value)}")

@@ -49,26 +49,31 @@ class FusedLamb(torch.optim.Optimizer):
     Args:
         params: parameters, or dicts of them with settings of their own (all but ``max_grad_norm``,
             ``tensor_parallel_group``, ``monitor_interval``, ``check_gradients``, ``backend``).
-        lr: learning rate; the relative change of a layer per step, since \|r u\| = \|p\|. May be a tensor of one element.
-        betas: decay of the moments per step, from 0 to below 1.
-        eps: added to sqrt(V), in units of the gradient.
-        weight_decay: in units of u per parameter.
-        mode: one of the above.
+        lr: The learning rate, the relative change of a layer per step, since \|r u\| = \|p\|. In code it may be a tensor of one
+            element. JSON needs it, unless a scheduler of ours sets the rate.
+        betas: The decay of the two moments per step, from 0 to below 1.
+        eps: A number added to sqrt(V), in units of the gradient.
+        weight_decay: The decay, in units of u per parameter.
+        mode: The variant of LAMB. ``"paper"`` is the published algorithm (v5). ``"nvlamb"`` is the same for use with clipping.
+            ``"apex"`` does not adapt tensors without decay. ``"deepspeed"`` corrects the step and holds the ratio in [0.01, 10].
         exclude: ``"bias_norm"`` leaves parameters of at most one dimension without decay and trust ratio, as the TensorFlow
-            reference does; None adapts all. The dimensions are the model's, also where ZeRO flattens.
-        max_grad_norm: 2-norm that the gradients of all groups together are scaled down to; None for no clipping.
-        min_coeff, max_coeff: range of the trust ratio; None: by the mode.
-        weight_norm_clip: the weight norm in r is held below a number, or in (lower, upper): phi of the paper.
-        bias_correction: False leaves the corrections of the mode out.
-        eps_inside_sqrt: sqrt(V + eps) in place of sqrt(V) + eps.
-        grad_averaging: False takes g in place of (1 - beta1) g into m (apex).
-        split_qkv: parameters with an attribute ``lamb_rows``, e.g. (rows of a head's query, of its key, of its value), are
-            one layer per entry: the pattern repeats over dimension 0 until its rows are used up.
+            reference does. The dimensions are the model's, also where ZeRO flattens. Null adapts all.
+        max_grad_norm: The 2-norm that the gradients of all groups together are scaled down to. In JSON it is the same as
+            ``gradient_clipping``, and DeepSpeed 0.19.8 clips at 1.0 where neither is given; 0 turns clipping off.
+        min_coeff: The lower end of the trust ratio. Null takes the mode's.
+        max_coeff: The upper end of the trust ratio. Null takes the mode's.
+        weight_norm_clip: A limit of the weight norm in r, or a pair (lower, upper): phi of the paper.
+        bias_correction: ``false`` leaves out the bias corrections of the mode.
+        eps_inside_sqrt: ``true`` takes sqrt(V + eps) in place of sqrt(V) + eps.
+        grad_averaging: ``false`` takes g in place of (1 - beta1) g into m, as apex does.
+        split_qkv: Whether the query, key and value of a fused matrix are layers of their own. The parameter needs an attribute
+            ``lamb_rows``, e.g. (rows of a head's query, of its key, of its value), which repeats over dimension 0.
         tensor_parallel_group: see :meth:`set_groups`.
-        monitor_interval: steps between events to the monitor, 0 for none; see :meth:`set_monitor`.
-        check_gradients: False saves the read of the gradients that finds nan and inf, where the caller has looked for them.
-        backend: ``"auto"`` takes the compiled op of each tensor's device and, where there is none, PyTorch with a warning;
-            ``"plain"`` takes PyTorch, ``"cpu"`` and ``"cuda"`` want their op.
+        monitor_interval: Steps between two events to the monitor: trust ratios, share of clamped layers, gradient norm. 0 sends
+            none.
+        check_gradients: ``false`` saves the read that finds nan and inf, for a caller that has looked for them.
+        backend: ``"auto"`` takes the compiled op of a tensor's device; without one it takes PyTorch and warns. ``"plain"`` takes
+            PyTorch. ``"cpu"`` and ``"cuda"`` ask for their op.
 
     Raises:
         ConfigError: for a bad setting, naming ``optimizer.params.<name>``, or parameters that are not fp32, fp16 or bf16.

@@ -35,7 +35,7 @@ def test_tables_of_the_docs_have_the_results_and_their_ratios(name: str) -> None
 )
 def test_figures_of_large_batches_in_the_docs_are_what_the_runs_say(name: str, plan: large_batch.Plan) -> None:
     done = Lines(RESULTS / f"large_batch{name}" / "runs.jsonl", large_batch.Run).read()
-    text = (ROOT / "docs/lamb.md").read_text().replace("**", "")
+    text = (ROOT / "docs/explanation/lamb.md").read_text().replace("**", "")
     assert large_batch.needed(plan, done) == []
     for line in large_batch.report(plan, done)[2 : 4 if name else 6]:
         assert (line.split("|")[2].strip() if name else line) in text

@@ -1,4 +1,4 @@
-"""examples/finetune_llama.py as docs/huggingface.md launches it: from a folder to a folder, in token slices."""
+"""examples/finetune_llama.py as docs/tutorials/hugging_face.md launches it: from a folder to a folder, in token slices."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
 SIZES = TWO | {
     "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
-# docs/huggingface.md's list, by the name of the configuration's class
+# docs/reference/hugging_face.md's list, by the name of the configuration's class
 PASS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8}),
     **dict.fromkeys(

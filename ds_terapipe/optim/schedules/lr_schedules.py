@@ -25,14 +25,17 @@ class LambWarmup(Schedule):
     from the configuration or from :meth:`attach`. The LR of the optimizer's own block only sets proportions of groups.
 
     Args:
-        optimizer: its ``param_groups`` get the LR.
-        reference_lr: peak LR at the reference batch.
-        reference_batch_size: samples in a step there.
-        total_steps: optimiser steps of this training, at its own batch.
-        warmup_ratio: share of the training that is warm-up at the reference batch; at B it is B / reference of it.
-        warmup_steps: instead, the steps of warm-up, the same at every batch.
-        end_lr, power, decay_from: see :class:`Ramp`; ``end_lr`` is not scaled.
-        batch_size: B; None for one that is known only when the engine exists.
+        optimizer: Its ``param_groups`` get the LR.
+        reference_lr: The peak LR at the reference batch.
+        reference_batch_size: Samples in a step of the reference.
+        total_steps: Optimizer steps of this training, at its own batch.
+        warmup_ratio: The warm-up's share of the reference training. The number of its steps is the same at every batch. One of
+            this and ``warmup_steps`` is required.
+        warmup_steps: Steps of the warm-up.
+        end_lr: The LR after the decay, 0 by default; it is not scaled.
+        power: The power of the polynomial decay, 1 by default.
+        decay_from: ``"peak"``: the decay starts after the warm-up, the default. ``"start"``: it is counted from the first step.
+        batch_size: Samples in a step of this training; None until the engine exists.
 
     Raises:
         ConfigError: a wrong value, or a batch so large that the warm-up is longer than the training.

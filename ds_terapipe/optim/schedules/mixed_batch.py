@@ -44,6 +44,19 @@ class MixedBatch(Schedule):
         optimizer: its ``param_groups`` get the LR.
         params: ``phases``, as in ``scheduler.params``.
 
+    Keys of a phase:
+        steps: Optimizer steps of the phase.
+        batch_size: Samples in a step, over all replicas.
+        seq_length: Tokens in a sample.
+        lr: The peak LR of the phase.
+        warmup_ratio: The warm-up's share of the phase. One of this and ``warmup_steps`` is required.
+        warmup_steps: Steps of the warm-up.
+        end_lr: The LR at the end of the phase, 0 by default.
+        power: The power of the polynomial decay, 1 by default.
+        decay_from: ``"peak"``: the decay starts after the warm-up, the default. ``"start"``: it is counted from the first step.
+        micro_batch_size: Samples in a micro-batch of one replica. Without it the size stays; in the first phase it is
+            ``train_micro_batch_size_per_gpu``.
+
     Raises:
         ConfigError: a wrong value.
     """

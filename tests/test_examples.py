@@ -1,0 +1,59 @@
+"""The short scripts of examples/ as a user starts them, each with the JSON file beside it."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from .documents import ROOT
+from .spawn import in_background, run_to_exit
+
+pytest.importorskip("megatron.core")
+
+STEPS, LENGTH = 4, 64
+SCRIPTS = {"own_pipeline": f"--steps {STEPS} --length {LENGTH}", "megatron_gpt": f"--steps {STEPS} --length {LENGTH}"}
+
+
+def run_script(name: str, arguments: str) -> None:
+    sys.argv = [f"{name}.py", *arguments.split()]
+    print(f"run {name}", flush=True)
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+
+
+def run_scripts(rank: int, world: int) -> None:
+    """On four ranks: two stages of two replicas, two stages of two tensor-parallel ranks."""
+    torch.distributed.destroy_process_group = lambda *group: None  # the next script is in the same one
+    for name, arguments in SCRIPTS.items():
+        run_script(name, arguments)
+    if rank == 0:
+        run_script("plain_lamb", "--steps 20")
+
+
+ends = in_background(f"{__name__}:run_scripts", 4, lambda: run_to_exit(run_scripts, 4, timeout=240))
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+)", output, re.MULTILINE)]
+
+
+def test_the_scripts_train_in_slices_and_the_plain_loop_learns(ends: list) -> None:
+    assert [end.code for end in ends] == [0] * 4, ends[0].output[-3000:]
+    said = re.split(r"^run \w+$", ends[0].output, flags=re.MULTILINE)[1:]
+    plain = losses(said.pop())
+    assert len(plain) == 3 and plain[-1] < plain[0] - 1.0
+    for name, output in zip(SCRIPTS, said, strict=True):
+        found = losses(output)
+        assert len(found) == STEPS and found[-1] < found[0] - 0.2, f"{name}: {found}"
+        assert re.search(rf"^\S.* step {STEPS}: .*4 slices, 1f1b", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_a_script_is_short_and_has_its_configuration(path: Path) -> None:
+    if path.stem not in ("finetune_llama", "small_llama"):
+        assert len(path.read_text().splitlines()) < 120 and json.loads(path.with_suffix(".json").read_text())
