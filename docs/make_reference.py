@@ -1,6 +1,6 @@
 """Writes the pages of docs/reference that come from the code: keys from the models and docstrings, commands from their parsers.
 
-    python docs/make_reference.py
+python docs/make_reference.py
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/make_reference.py from the code: change the code, then run it. -->\n"
 INTRODUCTION = """\
 [Notes on keys](keys_notes.md) say how they act together. `ds_terapipe schema` prints the same as a JSON schema, and an editor
-completes and checks keys with it. For VS Code, write it beside the configurations and name it in `.vscode/settings.json`:
+completes and checks keys with it. For VS Code, write it beside the configurations and name it in .vscode/settings.json:
 
 ```bash
 ds_terapipe schema --output ds_config.schema.json
@@ -85,12 +85,15 @@ def rules_of(rules: Iterable[Rule]) -> str:
 
 
 def lamb_part() -> str:
-    rows = "".join(f"| `{name}` | `{json.dumps(default)}` | {code(text)} |\n" for name, (default, text) in lamb_keys().items())
+    rows = "".join(
+        f"| `{name}` | `{json.dumps(default)}` | {code(text)} |\n" for name, (default, text) in lamb_keys().items()
+    )
     texts = entries(LambWarmup, "Args")
     warmup = {name: texts[name] for name in LambWarmup.KEYS}
     return f"""## FusedLamb
 
-The keys of `optimizer.params`, where `optimizer.type` is `"FusedLamb"`. The formulas of the modes are in the [class](api.md#ds_terapipe.optim.lamb.FusedLamb).
+The keys of `optimizer.params`, where `optimizer.type` is `"FusedLamb"`. The formulas of the modes are
+in the [class](api.md#ds_terapipe.optim.lamb.FusedLamb).
 
 | key | default | meaning |
 |---|---|---|
@@ -103,7 +106,8 @@ The peak LR is `reference_lr` times the square root of the batch over `reference
 {plain_table(warmup, LambWarmup.REQUIRED)}
 ## MixedBatch
 
-Where `scheduler.type` is `"MixedBatch"`, `scheduler.params.phases` is a list of phases. Each has its own batch, sequence length and LR.
+Where `scheduler.type` is `"MixedBatch"`, `scheduler.params.phases` is a list of phases.
+Each has its own batch, sequence length and LR.
 
 {plain_table(entries(MixedBatch, "Keys of a phase"), REQUIRED)}
 ## DeepSpeed's keys beside FusedLamb

@@ -7,7 +7,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ds_terapipe.commands import check, export, plan, prepare_data, report, reproduce_paper, schema, shapes, simulate, trace
+from ds_terapipe.commands import (
+    check,
+    export,
+    plan,
+    prepare_data,
+    report,
+    reproduce_paper,
+    schema,
+    shapes,
+    simulate,
+    trace,
+)
 from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import check_json
 from ds_terapipe.errors import ConfigError

@@ -51,7 +51,8 @@ class CutConfig(Block):
     """The block ``token_pipeline.cut``: the dimensions to cut, where the general rule is wrong.
 
     Attributes:
-        inputs: Dimensions of each input tensor, as ``[1, null, [2, 3]]``. Null keeps a tensor whole; a list cuts a mask's rows and columns.
+        inputs: Dimensions of each input tensor, as ``[1, null, [2, 3]]``. Null keeps a tensor whole; a list cuts the rows and
+            columns of a mask.
         labels: The same for the labels.
     """
 
@@ -123,7 +124,9 @@ class TokenPipelineConfig(Block):
         dict[str, list[Dimensions] | None] | None,
         BeforeValidator(lambda value: None if value is None else CutConfig.read(value).model_dump()),
         WithJsonSchema({"anyOf": [CutConfig.model_json_schema(), {"type": "null"}]}),
-        Must("a block of inputs and labels, each a list with one entry per tensor", 'e.g. {"inputs": [1], "labels": [1]}'),
+        Must(
+            "a block of inputs and labels, each a list with one entry per tensor", 'e.g. {"inputs": [1], "labels": [1]}'
+        ),
     ] = None
     verify: Switch = True
     weight_gradients: Literal["auto", "micro_batch", "slice"] = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
@@ -123,6 +124,7 @@ def _ours(module: str, arguments: Sequence[str]) -> None:
     _accept(_parser(module), arguments)
 
 
+@functools.cache
 def _parser(program: str) -> argparse.ArgumentParser:
     """The parser that the ``main`` of a module, or a script of the repository, is about to use."""
     if program.endswith(".py"):

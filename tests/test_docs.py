@@ -10,7 +10,6 @@ import functools
 import importlib
 import inspect
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,6 @@ from ds_terapipe import autoload, config
 from ds_terapipe.elastic import settings as elastic
 from ds_terapipe.optim.lamb import FusedLamb
 
-from .documents import ROOT
 from .shown import BROKEN_IMPORTS, MEGATRON_DEEPSPEED, at, block_kind, blocks, is_json, shown, sources, span_kind, spans
 from .spawn import run_ranks, run_script
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import pydoc
 import re
@@ -64,7 +65,9 @@ def test_every_subcommand_is_shown() -> None:
     assert named == set(action.choices)
 
 
-@pytest.mark.parametrize(("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")])
+@pytest.mark.parametrize(
+    ("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")]
+)
 def test_files_of_the_docs_are_what_their_script_writes(script: str, of: str, pattern: str) -> None:
     """And there is no picture that a script does not draw."""
     made = runpy.run_path(str(ROOT / "docs" / f"{script}.py"))
@@ -78,7 +81,8 @@ def test_every_page_is_in_the_navigation_and_every_public_name_in_its_page() -> 
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(f"docs/{name}" for name in named) == documents()[1:]
     names = re.findall(r"^::: (\S+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
-    assert all(pydoc.locate(name) is not None for name in names)
+    for module, _, name in (name.rpartition(".") for name in names):
+        assert hasattr(importlib.import_module(module), name), name
     assert {f"ds_terapipe.{module}.{name}" for name, module in ds_terapipe._PUBLIC.items()} <= set(names)
 
 
@@ -102,7 +106,7 @@ def test_names() -> None:
             assert set(re.findall(r"\w+", dotted)) <= words, span.where
     files = {path.name for path in PACKAGE.rglob("*.py")}
     for block in (each for each in shown().blocks if block_kind(each) == "picture"):
-        assert set(re.findall(r"[A-Z]\w+|\w+\.py", block.text)) <= words | files, block.where
+        assert set(re.findall(r"\b[A-Z]\w+|\w+\.py", block.text)) <= words | files, block.where
 
 
 def test_actions_are_text_of_the_schedule() -> None:
@@ -125,6 +129,34 @@ def test_links() -> None:
         target, _, anchor = link.text.partition("#")
         path = (ROOT / link.document).parent / target if target else ROOT / link.document
         assert path.exists(), link.where
-        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if anchor else []
+        text = path.read_text(encoding="utf-8") if anchor else ""
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
         anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        anchors += re.findall(r"^::: (\S+)$", text, re.MULTILINE)
         assert not anchor or anchor in anchors, link.where
+
+
+BANNED = re.compile(
+    r"\b(?i:nobody|whoever|lest|anew)\b|(?:^|(?<=[.:;|] ))What (?!is |does |do |are |to |can |about )[a-z]", re.M
+)
+LONGEST_PAGE, LONGEST_PARAGRAPH = 12_000, 500
+
+
+@pytest.mark.parametrize("name", documents())
+def test_a_page_is_short_and_plain(name: str) -> None:
+    """Paragraphs of five lines of 100 characters; the reference may be long."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not (found := BANNED.search(text)), f"{found}"
+    if name.startswith("docs/reference/"):
+        return
+    assert len(text.encode()) <= LONGEST_PAGE
+    if name.startswith(("docs/tutorials/", "docs/how-to/", "docs/explanation/")):
+        parts = re.split(
+            r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        )
+        long = [
+            part
+            for part in parts
+            if len(" ".join(part.split())) > LONGEST_PARAGRAPH and not part.lstrip().startswith("|")
+        ]
+        assert not long, long[0]

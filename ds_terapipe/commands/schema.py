@@ -22,7 +22,9 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig
 EXAMPLE = """\
 example:
   ds_terapipe schema                                        print it
-  ds_terapipe schema --output ds_config.schema.json         a file for "json.schemas" in the settings of VS Code
+  ds_terapipe schema --output ds_config.schema.json         a file for an editor
+
+VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]} in its settings.
 """
 
 
@@ -73,13 +75,15 @@ def schema() -> dict[str, Any]:
         }
         for block in blocks
     }
-    return _draft_7({
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "ds_config.json: keys of ds_terapipe",
-        "type": "object",
-        "properties": {**properties, "optimizer": _lamb(), "scheduler": {"allOf": [_warmup(), _mixed_batch()]}},
-        "definitions": made["$defs"],
-    })
+    return _draft_7(
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "title": "ds_config.json: keys of ds_terapipe",
+            "type": "object",
+            "properties": {**properties, "optimizer": _lamb(), "scheduler": {"allOf": [_warmup(), _mixed_batch()]}},
+            "definitions": made["$defs"],
+        }
+    )
 
 
 def lamb_keys() -> dict[str, tuple[Any, str]]:

@@ -28,7 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "trace",
         help="summarise traces, draw them, lay them into one file",
         description="Print what each stage of a trace did: computing, waiting and for whom, and the share of the schedule that "
-        "is bubble. Traces are written by token_pipeline.trace_path and by `ds_terapipe simulate --trace`.",
+        "is bubble. Traces are written by token_pipeline.trace_path and by --trace of `ds_terapipe simulate`.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

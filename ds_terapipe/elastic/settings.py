@@ -121,8 +121,8 @@ class CacheSettings(Block):
         enabled: Whether outputs are cached. The other keys of the block need it.
         dtype: ``"exact"`` keeps outputs as they are. ``"bf16"`` rounds floating-point numbers: half the size of fp32, and
             losses within 1e-2.
-        memory_gb: The limit for entries in the memory of a machine, which is /dev/shm, for all processes together. By default half
-            of its free space.
+        memory_gb: The limit for entries in the memory of a machine, which is /dev/shm, for all processes together. By
+            default half of its free space.
         disk_path: A folder for entries that do not fit into memory.
         disk_gb: The limit for entries in ``disk_path``. By default 0.8 of the free space.
     """
