@@ -175,9 +175,11 @@ def run_ranks(
     return _values(launch(function, world_size, *args, timeout=timeout, **options))
 
 
-def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def values_of(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
+) -> list[Any]:
     """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
-    return _values(_launch(function, world_size, args, timeout))
+    return _values(_launch(function, world_size, args, timeout, **options))
 
 
 def launched(

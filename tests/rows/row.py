@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +59,7 @@ class Row(NamedTuple):
         packed: whether a sequence has several documents.
         sequence_parallel: whether tensor-parallel ranks share the tokens between layers, as Megatron's do.
         placement: "plain", or two stages on a place: "interleaved" or "v".
+        queues: hardware queues of a device, ``CUDA_DEVICE_MAX_CONNECTIONS``; no factor, since a CPU has none.
         resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
     """
 
@@ -81,6 +81,7 @@ class Row(NamedTuple):
     sequence_parallel: bool = False
     resume: str = "no"
     placement: str = "plain"
+    queues: int = 8
 
     @property
     def is_elastic(self) -> bool:
@@ -210,21 +211,23 @@ def rows() -> tuple[Row, ...]:
     return tuple(Row(**values) for values in covering(FACTORS, RULES, SEED))
 
 
-def few_rows(times: int = 2) -> list[Row]:
-    """Rows that `make test-device` runs: each value in so many of them, or in all that have it.
+def few_rows() -> list[Row]:
+    """Rows that `make test-device` runs: each value in one with many hardware queues, and in one with a single queue.
 
     Four stages, and replicas of stages, are in `tests/device_stand_in/test_engine.py`.
     """
-    left = [row for row in rows() if row.layout.ranks == 2 or row.layout.tensor == 2]
-    missing = {value: min(count, times) for value, count in Counter(v for row in left for v in _values(row)).items()}
+    small = [row for row in rows() if row.layout.ranks == 2 or row.layout.tensor == 2]
+    left = [row._replace(queues=queues) for row in small for queues in (8, 1)]
+    missing = {value for row in left for value in _values(row)}
     chosen: list[Row] = []
-    while any(missing.values()):
-        best = max(left, key=lambda row: sum(missing[value] > 0 for value in _values(row)))
+    while missing:
+        again = {row._replace(queues=9 - row.queues) for row in chosen}
+        best = max(left, key=lambda row: len(missing & _values(row)) - 2 * (row in again))
         left.remove(best)
         chosen.append(best)
-        missing |= {value: max(missing[value] - 1, 0) for value in _values(best)}
+        missing -= _values(best)
     return chosen
 
 
-def _values(row: Row) -> list[tuple[str, Any]]:
-    return list(row._asdict().items())
+def _values(row: Row) -> set[tuple[Any, ...]]:
+    return {(row.queues, *each) for each in row._asdict().items()}
