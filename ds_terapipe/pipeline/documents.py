@@ -46,6 +46,7 @@ class RowLayout:
     def __init__(self, rows: slice, before: int, segments: Numbers, mask: Tensor | None = None) -> None:
         self.rows, self.before, self.mask, self._segments = rows, before, mask, segments
         self._cumulative: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._hidden: dict[torch.device, Tensor] = {}
 
     def __len__(self) -> int:
         """Number of segments."""
@@ -73,6 +74,13 @@ class RowLayout:
             keys = np.concatenate([[0], self._segments[:, 1] + self.before - self.first])
             self._cumulative[device] = _on(device, queries.astype(np.int32)), _on(device, keys.astype(np.int32))
         return self._cumulative[device]
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """Return the opposite of ``mask`` on a device: copied once for all layers, and the host does not wait."""
+        assert self.mask is not None
+        if device not in self._hidden:
+            self._hidden[device] = _on(device, ~self.mask.numpy())
+        return self._hidden[device]
 
 
 class Layout(NamedTuple):

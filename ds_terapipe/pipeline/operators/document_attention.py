@@ -73,7 +73,7 @@ def _parts(row: RowLayout, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Itera
     inside = q[row.rows], k[row.rows], v[row.rows]
     if row.mask is not None:
         mask = kernels.causal_mask(length, columns, 1, q.dtype, q.device, call.window)
-        mask = mask.masked_fill(~row.mask.to(q.device), float("-inf"))
+        mask = mask.masked_fill(row.hidden(q.device), float("-inf"))
         whole = call._replace(window=None)
         yield Part(kernels.choose(*inside, mask, whole), row.rows, slice(length), slice(columns), mask, whole)
         return
