@@ -9,14 +9,14 @@ gives the dependency; its own code clones full-length gradients per slice instea
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
 from ds_terapipe.pipeline.operators.document_attention import DocumentAttention
@@ -40,7 +40,7 @@ class SliceAttention(torch.autograd.Function):
         call: kernels.Call,
     ) -> Tensor:
         state.write(k, v, span)
-        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
+        keys, values = state.keys(first, span.stop)
         ctx.kernel = DocumentAttention if call.documents is not None else kernels.choose(q, keys, values, mask, call)
         out: Tensor
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
@@ -53,7 +53,7 @@ class SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, *saved = ctx.saved_tensors
         state, span, first = ctx.state, ctx.span, ctx.first
-        keys, values = state.k[:, :, first : span.stop], state.v[:, :, first : span.stop]
+        keys, values = state.keys(first, span.stop)
         gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, keys, values, mask, ctx.call)
         dk, dv = state.add_gradients(gradients.k, gradients.v, span, first)
         return gradients.q, dk, dv, gradients.mask, None, None, None, None
@@ -153,7 +153,7 @@ def slice_attention(
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         if is_causal or window is not None:
             mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
-    state = context.place(k.detach(), v.detach())
+    state = context.place(k, v)
     call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None, layout)
-    out: Tensor = cast(Any, SliceAttention).apply(q, k, v, mask, state, span, first, call)
+    out: Tensor = apply(SliceAttention, q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)

@@ -33,14 +33,19 @@ class AttentionState:
 
     def differs(self, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """Return whether the buffers hold other keys or values for the slice: a scalar tensor on their device."""
-        rows = slice(span.start, span.stop)
-        return _other_bits(self.k[:, :, rows], k).any() | _other_bits(self.v[:, :, rows], v).any()
+        held = self.keys(span.start, span.stop)
+        return _other_bits(held[0], k.detach()).any() | _other_bits(held[1], v.detach()).any()
 
     def write(self, k: Tensor, v: Tensor, span: Span) -> None:
         """Store the slice's keys and values [b, kv heads, slice, d]."""
-        self.k[:, :, span.start : span.stop].copy_(k)
-        self.v[:, :, span.start : span.stop].copy_(v)
+        keys, values = self.keys(span.start, span.stop)
+        keys.copy_(k)
+        values.copy_(v)
         self.filled = max(self.filled, span.stop)
+
+    def keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return views of the keys and values of tokens ``start`` to ``stop``."""
+        return self.k.narrow(2, start, stop - start), self.v.narrow(2, start, stop - start)
 
     def add_gradients(self, dk: Tensor, dv: Tensor, span: Span, first: int = 0) -> tuple[Tensor, Tensor]:
         """Add a slice's share [b, kv heads, stop - first, d], keys from ``first`` on; return the slice's own rows.
@@ -53,13 +58,14 @@ class AttentionState:
             missing = (0, 0, first, self.k.shape[2] - span.stop)
             self._dk, self._dv = (F.pad(t.to(wide), missing) if any(missing) else t.to(wide) for t in (dk, dv))
         else:
-            self._dk[:, :, first : span.stop] += dk
-            self._dv[:, :, first : span.stop] += dv
+            self._dk.narrow(2, first, span.stop - first).add_(dk)
+            self._dv.narrow(2, first, span.stop - first).add_(dv)
         self.differentiated_from = span.start
-        rows = slice(span.start, span.stop)
-        complete = self._dk[:, :, rows].to(self.k.dtype, copy=True), self._dv[:, :, rows].to(self.v.dtype, copy=True)
+        own_k, own_v = (t.narrow(2, span.start, span.length) for t in (self._dk, self._dv))
+        complete = own_k.to(self.k.dtype, copy=True), own_v.to(self.v.dtype, copy=True)
         # returned once: two calls over identical keys and values may have been recomputed into one state
-        self._dk[:, :, rows], self._dv[:, :, rows] = 0, 0
+        own_k.zero_()
+        own_v.zero_()
         return complete
 
 

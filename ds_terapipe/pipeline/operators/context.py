@@ -67,6 +67,7 @@ class SliceContext:
         self.span: Span | None = None
         self.dropout = True  # False while a model is compared with itself
         self.weight_gradients: WeightGradients | None = None  # set if they are made once per micro-batch
+        self.keeper: WeightGradients | None = None  # the same, while a slice runs that is not the whole sequence
         self.streams: RandomStreams | None = None  # seeds random numbers, layer by layer
         self.shares: TokenShares | None = None  # tensor-parallel ranks that share a slice's tokens
         self.micro_batch = -1
@@ -120,13 +121,14 @@ class SliceContext:
         SliceContext.current = self
         self.span, self.micro_batch, self._recomputing = span, unit.micro_batch, recomputing
         self.documents = self.documents_of.get(unit.micro_batch)
+        self.keeper = None if span.is_whole else self.weight_gradients
         self.layer, self._inside, self._call = None, False, 0
         try:
             yield
         finally:
             SliceContext.current = previous
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            self.span, self.documents, self.layer, self._inside = None, None, None, False
+            self.span, self.documents, self.keeper, self.layer, self._inside = None, None, None, None, False
 
     def enter_layer(self, layer: int) -> None:
         """Begin layer ``layer`` of the ``PipelineModule``."""

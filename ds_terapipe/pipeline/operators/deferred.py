@@ -6,19 +6,20 @@ Outside a slice's forward in training, and for weights that are not plain traine
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
 from ds_terapipe.pipeline.token_shares import TokenShares
 
 _LINEAR = OfLinear()
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
 def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +48,7 @@ def _linear(
 ) -> Tensor:
     parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
     anchor = None if input.requires_grad else _anchor(weight)
-    made: Tensor = cast(Any, _Linear).apply(input, anchor, (weight, bias), parameters, keeper, shares)
+    made: Tensor = apply(_Linear, input, anchor, (weight, bias), parameters, keeper, shares)
     return made
 
 
@@ -66,21 +67,22 @@ def deferred_embedding(
     if keeper is None or sparse or max_norm is not None:
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     row = -1 if padding_idx is None else padding_idx % weight.shape[0]
-    made: Tensor = cast(Any, _Embedding).apply(
-        input, _anchor(weight), (weight,), OfEmbedding(row, scale_grad_by_freq), keeper
-    )
+    made: Tensor = apply(_Embedding, input, _anchor(weight), (weight,), OfEmbedding(row, scale_grad_by_freq), keeper)
     return made
 
 
 def keeper_of(weight: Tensor) -> WeightGradients | None:
     """Return the keeper of a weight's deferred gradients; None if they are not deferred."""
     context = SliceContext.current
-    return context.weight_gradients if context is not None and torch.is_grad_enabled() and _waits(weight) else None
+    return context.keeper if context is not None and torch.is_grad_enabled() and _waits(weight) else None
 
 
 def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> WeightGradients | None:
     """Return :func:`keeper_of` a linear layer's weight; None if it is not deferred here."""
-    return keeper_of(weight) if waits_as_linear(input, weight, bias) else None
+    context = SliceContext.current
+    if context is None or not torch.is_grad_enabled() or not waits_as_linear(input, weight, bias):
+        return None
+    return context.keeper
 
 
 def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -96,7 +98,7 @@ def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _waits(weight: Tensor) -> bool:
     context = SliceContext.current
-    if context is None or context.weight_gradients is None or context.span is None or context.span.is_whole:
+    if context is None or context.keeper is None:
         return False
     return weight.is_leaf and weight.requires_grad and weight.dim() == 2
 
@@ -118,8 +120,7 @@ def _anchor(weight: Tensor) -> Tensor:
 def _keep(
     rule: Rule, keeper: WeightGradients, parameters: tuple[Tensor, ...], inputs: Tensor, gradient: Tensor
 ) -> None:
-    """Keep inputs [tokens, ...] and the gradient of the outputs [..., features] of a slice."""
-    gradient = gradient.reshape(-1, gradient.shape[-1])
+    """Keep inputs [tokens, ...] and the gradient of the outputs [tokens, features] of a slice."""
     if gradient.shape[0] == 1:
         # One row is also the whole gradient of a bias that is added to the output: it may become that bias's
         # ``grad``, into which the other slices are added.
@@ -129,7 +130,7 @@ def _keep(
 
 def _no_view(made: Tensor) -> Tensor:
     """Return a result that models may write into; autograd refuses writes to a view made inside such a function."""
-    return torch.ops.aten._unsafe_view(made, made.shape) if made._is_view() else made
+    return _UNSAFE_VIEW(made, made.shape) if made._is_view() else made
 
 
 class _Linear(torch.autograd.Function):
@@ -160,10 +161,11 @@ class _Linear(torch.autograd.Function):
         (x, weight), shares = ctx.saved_tensors, ctx.shares
         # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
         rule = _LINEAR if shares is None else OfLinear(shares)
-        _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), gradient)
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), rows)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
-        of_input = gradient @ weight
+        of_input = torch.mm(rows, weight).view(*gradient.shape[:-1], weight.shape[1])
         return of_input if shares is None else shares.sum(of_input), None, None, None, None, None
 
 
@@ -182,5 +184,5 @@ class _Embedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         (indices,) = ctx.saved_tensors
-        _keep(ctx.rule, ctx.keeper, ctx.parameters, indices.reshape(-1), gradient)
+        _keep(ctx.rule, ctx.keeper, ctx.parameters, indices.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
         return (None,) * 5

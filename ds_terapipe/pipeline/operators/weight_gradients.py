@@ -218,7 +218,7 @@ def _accumulate(gradients: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _versions(tensors: Operands) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)
+    return tuple([tensor._version for tensor in tensors])  # twice as fast as of a generator
 
 
 def _joined(pairs: list[Operands], shares: TokenShares | None) -> Iterator[Operands]:
