@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: files of the repository to which a page links, outside docs/, become files of the site."""
+"""Hooks of MkDocs: links to files of the repository outside docs/ work on the site, and docstrings lose Sphinx's roles."""
 
 from __future__ import annotations
 
@@ -27,3 +27,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"]({os.path.relpath(uri, PurePosixPath(page.file.src_uri).parent)}"
 
     return LINK.sub(copied, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Take a role's name, as in :class:`Observer`, away from the name that it marks."""
+    return re.sub(r":(?:class|meth|func|attr|data|mod):(?=<code>)", "", html)

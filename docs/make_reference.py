@@ -34,7 +34,11 @@ ds_terapipe schema --output ds_config.schema.json
 ```
 
 ```text
-{"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]}
+{
+  "json.schemas": [
+    {"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}
+  ]
+}
 ```
 """
 RULE = """

@@ -78,7 +78,7 @@ class Block(BaseModel):
         ConfigError: an unknown key or a value that breaks its rule; only the first is reported.
     """
 
-    model_config = ConfigDict(json_schema_extra=_describe)  # type: ignore[typeddict-item]  # of a narrower type than BaseModel
+    model_config = ConfigDict(json_schema_extra=_describe)
 
     PATH: ClassVar[str]
     """Path of the block, the prefix of its keys in errors."""

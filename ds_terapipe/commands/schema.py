@@ -75,7 +75,7 @@ def schema() -> dict[str, Any]:
         }
         for block in blocks
     }
-    return _draft_7(
+    whole: dict[str, Any] = _draft_7(
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "title": "ds_config.json: keys of ds_terapipe",
@@ -84,6 +84,7 @@ def schema() -> dict[str, Any]:
             "definitions": made["$defs"],
         }
     )
+    return whole
 
 
 def lamb_keys() -> dict[str, tuple[Any, str]]:
