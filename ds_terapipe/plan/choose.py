@@ -20,7 +20,7 @@ from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.schedule import NAMES, Placement
+from ds_terapipe.schedule import NAMES, Placement, Schedule
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
@@ -78,13 +78,13 @@ class Request:
         """Return the step times with these costs."""
         return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
 
-    def memory_of(self, schedule: str, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
+    def memory_of(self, schedule: str | Schedule, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
         """Return the peak of each place with these slices; empty where memory is not known."""
         if self.memory is None:
             return ()
         return memory_use(self.memory, schedule, lengths, self.micro_batches, self.weights_once, self.placement)
 
-    def fits(self, schedule: str, lengths: Sequence[int]) -> bool:
+    def fits(self, schedule: str | Schedule, lengths: Sequence[int]) -> bool:
         """Whether these slices keep to the memory limit."""
         if self.memory is None or self.memory_gb is None:
             return True
