@@ -27,7 +27,7 @@ PLANNED = [*SMALL, "--stages", 2, "--sequences", 4]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
+    status = cli.main([str(argument) for argument in (*arguments, "--search", 0.02)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 

@@ -53,6 +53,7 @@ class Plan:
         about: origin of the costs, for readers of the file.
         placement: of the stages; None: stage s on place s, and all go backward.
         order: of a searched schedule, a line for each place.
+        note: why no order was searched; empty where one was, or none was asked for.
     """
 
     schedule: str
@@ -71,6 +72,7 @@ class Plan:
     about: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement | None = None
     order: tuple[str, ...] | None = None
+    note: str = ""
 
     @property
     def runs(self) -> str | Schedule:
@@ -85,7 +87,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
         chosen, made_for, step = self._said()
-        out = [chosen, step, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
+        note = [f"  {self.note}"] if self.note else []
+        out = [chosen, step, *note, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
@@ -95,11 +98,13 @@ class Plan:
         return out
 
     def summary(self) -> list[str]:
-        """Return the plan's lines for the log of a run: the chosen option, the next best, and memory if known."""
+        """Return the plan's lines for the log of a run: what was chosen and lost, what for, and memory if known."""
         chosen, made_for, step = self._said()
         shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
-        others = [f"; {o.name} {self._ratio(o)}{'' if o.fits else ' (too large)'}" for o in shown[:2]]
-        out = [f"{chosen}, {made_for}", step + "".join(others)]
+        others = [
+            f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}" for o in shown[:2]
+        ]
+        out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
         if self.memory:
             first, *parts = memory_lines(self.memory, self.memory_limit, self._row_word)
             out.append(first + "".join(f", {' '.join(part.split()[:-1])}" for part in parts))
@@ -146,6 +151,7 @@ class Plan:
                 for o in self.options
             ],
             "about": dict(self.about),
+            **({"note": self.note} if self.note else {}),
             **({} if self.placement is None else {"placement": placement_dict(self.placement)}),
         }
 
@@ -197,6 +203,7 @@ class Plan:
             options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
             about=fields.block("about"),
             placement=placement,
+            note=fields.text("note", ""),
         )
 
 

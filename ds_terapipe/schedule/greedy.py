@@ -13,7 +13,6 @@ from typing import NamedTuple
 from .numbered import Numbered, Rows
 
 _NOW = 1e-12
-_MORE = 1 + 1e-9  # rounding of sums
 
 
 class Rule(NamedTuple):
@@ -29,7 +28,7 @@ def greedy(numbered: Numbered, rule: Rule) -> Rows | None:
     while run.events:
         run.go_on(heapq.heappop(run.events))
     complete = all(len(row) == len(kinds) * numbered.units for row, kinds in zip(run.rows, numbered.kinds, strict=True))
-    return run.rows if complete and all(map(numbered.fits, run.rows)) else None
+    return run.rows if complete and numbered.fit(run.rows) else None
 
 
 class _Run:
@@ -72,7 +71,7 @@ class _Run:
         if op:
             return 2 * op - 1, index, -stage, 0, number
         older = sum(self._to_come[place][: of.actions[number].unit.micro_batch])
-        if of.takes[number] and self._held[place] + of.takes[number] + older > of.limit * _MORE:
+        if of.takes[number] and self._held[place] + of.takes[number] + older > of.limits[place]:
             return None
         return 2, index // self._rule.group, -stage if self._rule.deep else stage, index, number
 

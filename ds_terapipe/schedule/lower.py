@@ -14,7 +14,7 @@ from .streams import POSTED_AHEAD, Channel, channel_of
 
 
 def with_messages(
-    grid: Grid, placement: Placement | None = None, seconds: Callable[[Action], float] = lambda action: 1.0
+    grid: Grid, placement: Placement | None = None, seconds: Callable[[Action], float] | None = None
 ) -> list[list[Action]]:
     """The same computations, with the sends and receives that they need.
 
@@ -28,7 +28,8 @@ def with_messages(
     Args:
         grid: computations, one list per place. It is not changed.
         placement: of the stages; None: one on each place.
-        seconds: of the computations, which say when messages are taken; they have equal length by default.
+        seconds: of the computations, which say when messages are taken. None: equal lengths, and an order of one stage on
+            each place is one that does not lock up.
 
     Raises:
         ValueError: the grid holds messages already, or is none of the placement.
@@ -36,8 +37,9 @@ def with_messages(
     where = placement_of(len(grid), placement)
     around = [_messages(where, stage) for stage in range(len(where.stages))]
     lowered = [[made for action in row for made in _around(action, around)] for row in grid]
-    locks_up = not where.is_plain and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
-    return _sent_in_time(lowered, where, seconds) if locks_up else lowered
+    may = seconds is not None or not where.is_plain
+    locks_up = may and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
+    return _sent_in_time(lowered, where, seconds or (lambda action: 1.0)) if locks_up else lowered
 
 
 def complete(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:

@@ -38,8 +38,8 @@ class Problem(NamedTuple):
         slices: number of slices of each micro-batch.
         seconds: of a forward, a backward or the weight gradients of one slice.
         message: seconds of a SEND action's message; None: messages take no time.
-        takes: memory that an action takes, below 0 where it lets go of some; the three of a unit add up to 0.
-        limit: of that memory on each place.
+        takes: memory that an action takes, below 0 where it lets go of some; a step's add up to 0.
+        limits: of that memory, by place; None: no limit.
         apart: whether stages that go backward make weight gradients of their own.
     """
 
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
     seconds: Callable[[Action], float]
     message: Callable[[Action], float] | None = None
     takes: Callable[[Action], float] = halves
-    limit: float = inf
+    limits: Sequence[float] | None = None
     apart: bool = True
 
     def durations(self, grid: Grid) -> Callable[[Action], float]:
@@ -81,7 +81,8 @@ class Numbered:
 
     def __init__(self, problem: Problem) -> None:
         where = self.placement = problem.placement
-        self.slices, self.limit = problem.slices, problem.limit
+        self.slices = problem.slices
+        self.limits = [inf] * where.places if problem.limits is None else [limit * _MORE for limit in problem.limits]
         orders = dict(zip(_OPS, (ascending(self.slices), *[descending(self.slices)] * 2), strict=True))
         stages = range(len(where.stages))
         self.units, self.stages = len(orders[Op.FORWARD]), len(stages)
@@ -122,6 +123,11 @@ class Numbered:
             self.link[number] = where.place_of(stage), where.place_of(stage + step)
             self.message[number] = 0.0 if problem.message is None else problem.message(Action(send, stage, unit))
 
+    @property
+    def size(self) -> int:
+        """Number of actions."""
+        return self.units * sum(map(len, self.kinds))
+
     def op(self, number: int) -> int:
         """Return 0 for a forward, 1 for a backward, 2 for weight gradients."""
         return number // (self.stages * self.units)
@@ -161,9 +167,13 @@ class Numbered:
         """Return the actions of rows."""
         return [[self.actions[number] for number in row] for row in rows]
 
-    def fits(self, row: Iterable[int]) -> bool:
-        """Whether a place's row keeps to the memory limit."""
-        return max(accumulate(map(self.takes.__getitem__, row)), default=0.0) <= self.limit * _MORE
+    def peak(self, row: Iterable[int]) -> float:
+        """Return the most memory that a place's row holds."""
+        return max(accumulate(map(self.takes.__getitem__, row)), default=0.0)
+
+    def fit(self, rows: Rows) -> bool:
+        """Whether rows keep to the memory limits."""
+        return all(self.peak(row) <= limit for row, limit in zip(rows, self.limits, strict=True))
 
     def tight(self, rows: Rows) -> int:
         """Return how many stages go backward first after no more forwards than the stage behind them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from .actions import Action, Grid
@@ -22,9 +23,10 @@ from .orders import ONE_FORWARD_ONE_BACKWARD, rounds
 from .replay import replay
 from .validate import ScheduleError, validate
 
-EVALUATIONS = 12_000
-"""Orders that are timed: about ten seconds for two micro-batches of eight slices on eight places of two stages."""
+_TIMED = 950_000  # actions in a second
+_EACH = 16  # orders for each action of the step, at most
 
+_GREEDY = 10  # times as long as to time an order takes list scheduling
 _CLIMBS = 3  # starts that are improved
 _WORSE = 0.004  # share of the best time that is accepted on top of it at first
 _FAR = 12  # actions that a move passes beyond a stretch at most
@@ -47,25 +49,29 @@ class Found(NamedTuple):
 
 
 def search(
-    problems: Sequence[Problem], starts: Sequence[Grid] = (), evaluations: int = EVALUATIONS, seed: int = 0
+    problems: Sequence[Problem], starts: Sequence[Grid] = (), seconds: float = 10.0, seed: int = 0
 ) -> Found | None:
     """Return the fastest order that was found; None where none of the starts fits into the memory.
 
     Args:
         problems: the same step in other cuts or placements, of which one is chosen.
         starts: further orders to begin with, of the first problem.
-        evaluations: number of orders that are timed.
+        seconds: so long the search takes about. It is a number of orders that are timed, whatever the machine; a small step
+            gets fewer.
         seed: of the moves: the same arguments give the same order.
     """
+    numbered = [Numbered(problem) for problem in problems]
+    size = max(of.size for of in numbered)
+    left = min(_EACH * size, int(seconds * _TIMED / size))
     climbs: dict[tuple[int, str], _Climb] = {}
-    for index, problem in enumerate(problems):
-        of = Numbered(problem)
-        for rows in _starts(of, problem, starts if index == 0 else ()):
-            if all(map(of.fits, rows)) and (times := of.times(rows)) is not None:
-                climbs.setdefault((index, str(rows)), _Climb(index, of, rows, times))
+    named, ruled = _named(problems, numbered, starts), _ruled(numbered)
+    for index, rows, cost in chain(named, islice(ruled, max(left // (3 * _GREEDY), len(numbered)))):
+        left, of = left - cost, numbered[index]
+        if rows is not None and of.fit(rows) and (times := of.times(rows)) is not None:
+            climbs.setdefault((index, str(rows)), _Climb(index, of, rows, times))
     best = sorted(climbs.values(), key=lambda climb: climb.best)[:_CLIMBS]
     for number, climb in enumerate(best):
-        climb.run((evaluations - len(climbs)) // len(best), random.Random(seed + number))
+        climb.run(left // len(best), random.Random(seed + number))
     found: Found | None = None
     for climb in sorted(best, key=lambda climb: climb.best):
         if found is None or climb.best[0] < found.seconds * _LESS:
@@ -91,19 +97,24 @@ def judged(problem: Problem, grid: Grid) -> tuple[list[list[Action]], float] | N
     return plain if as_usual else lowered, replay(lowered, seconds, problem.message, where).makespan
 
 
-def _starts(of: Numbered, problem: Problem, given: Sequence[Grid]) -> Iterator[Rows]:
-    """Yield orders to begin with."""
-    where, slices = problem.placement, problem.slices
-    passes = [ONE_FORWARD_ONE_BACKWARD.order(where, slices)]
-    if rounds.fits(where):
-        passes.append(rounds.order(where, slices))
-    filled = [fill(each, where, problem.seconds) if problem.apart else each for each in passes]
-    yield from map(of.rows_of, [*given, *filled])
-    for group in sorted({where.places, max(slices), max(where.places // 2, 1)}):
-        for deep in (True, False):
-            rows = greedy(of, Rule(group, deep))
-            if rows is not None:
-                yield rows
+def _named(
+    problems: Sequence[Problem], numbered: Sequence[Numbered], given: Sequence[Grid]
+) -> Iterator[tuple[int, Rows | None, int]]:
+    """Yield orders to begin with: number of the problem, rows, and how many timed orders that is worth."""
+    yield from ((0, numbered[0].rows_of(grid), 1) for grid in given)
+    for index, (of, problem) in enumerate(zip(numbered, problems, strict=True)):
+        where = problem.placement
+        for each in (ONE_FORWARD_ONE_BACKWARD.order, *([rounds.order] if rounds.fits(where) else [])):
+            passes = each(where, problem.slices)
+            yield index, of.rows_of(fill(passes, where, problem.seconds) if problem.apart else passes), 2
+
+
+def _ruled(numbered: Sequence[Numbered]) -> Iterator[tuple[int, Rows | None, int]]:
+    """Yield those of list scheduling in the same form; the rules that were best most often come first."""
+    places, slices = numbered[0].placement.places, max(numbered[0].slices)
+    groups = dict.fromkeys((max(places // 2, 1), places, slices))
+    for rule in (Rule(group, deep) for group in groups for deep in (False, True)):
+        yield from ((index, greedy(of, rule), _GREEDY) for index, of in enumerate(numbered))
 
 
 class _Climb:
@@ -122,7 +133,8 @@ class _Climb:
             rows = [*self._rows]
             rows[place] = row
             worse = self.best[0] * (1 + _WORSE * (1 - number / evaluations) ** 2)
-            times = self._of.times(rows, max(worse, self._times.makespan)) if self._of.fits(row) else None
+            fits = self._of.peak(row) <= self._of.limits[place]
+            times = self._of.times(rows, max(worse, self._times.makespan)) if fits else None
             if times is not None:
                 self._accept(rows, times)
 

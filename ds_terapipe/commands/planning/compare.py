@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +15,24 @@ from ds_terapipe.commands.planning.alternatives import (
     verdicts,
     whole_sequences,
 )
-from ds_terapipe.commands.planning.inputs import Inputs, choose_plan, shown_time
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, shown_time
+from ds_terapipe.commands.planning.several import placed, placements
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.result import compact
 from ds_terapipe.schedule import NAMES, Panel, schedule_named
+from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
-def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
+def compare(
+    inputs: Inputs, slices: tuple[int, ...] | None, search_s: float = 0.0
+) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Compare all schedules for a step.
 
     Args:
         inputs: costs and sizes.
-        slices: for both schedules that have some; None: the best for each.
+        slices: for all schedules that have some; None: the best for each.
+        search_s: seconds of the search for other orders.
 
     Returns:
         The printed lines, their figures, and a panel for each schedule.
@@ -41,6 +47,8 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
     for schedule in NAMES:
         lengths = slices or _best_slices(inputs, schedule)
         sliced.append(row(inputs, f"{schedule_named(schedule).title}, {len(lengths)} slices", schedule, lengths))
+    sliced += _placed(inputs, slices)
+    sliced += _searched(inputs, search_s)
     rows += sliced
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))
     said = verdicts(inputs, best.step_s, len(best.slices) > 1, alternatives, why_not)
@@ -59,6 +67,30 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
     }
     panels = [panel(inputs, each.name, each.run, each.placement) for each in rows]
     return [*inputs.lines, *_table(inputs, rows), *said], data, panels
+
+
+def _placed(inputs: Inputs, slices: tuple[int, ...] | None) -> list[Row]:
+    """Return rows of the same slices on two stages a place: filled waits, or what stands in for them."""
+    found = []
+    for name, placement in placements(inputs).items():
+        there = placed(inputs, placement)
+        assert there is not None  # its costs are known
+        lengths = slices or _best_slices(there, ZERO_BUBBLE.name)
+        title = f"{ZERO_BUBBLE.name}, {name}, 2 stages a place, {len(lengths)} slices"
+        found.append(row(there, title, ZERO_BUBBLE.name, lengths))
+    return found
+
+
+def _searched(inputs: Inputs, search_s: float) -> list[Row]:
+    """Return a row for each placement on which a search finds an order that is worth it; it may take other slices."""
+    there = {"": inputs, **{f", {name}": placed(inputs, each) for name, each in placements(inputs).items()}}
+    found = []
+    for name, on in there.items():
+        with suppress(ConfigError):  # it does not fit
+            plan = None if on is None else choose_plan(on, AUTO, search_s / len(there))
+            if on is not None and plan is not None and plan.order is not None:
+                found.append(row(on, f"searched{name}, {len(plan.slices)} slices", plan.runs, plan.slices))
+    return found
 
 
 def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:

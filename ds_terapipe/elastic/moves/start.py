@@ -94,7 +94,7 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
 def places_of(places: int, settings: TokenPipelineConfig) -> tuple[int, ...]:
     """Return the place of each stage."""
     if settings.placement == "v":
-        return (*range(places), *reversed(range(places)))
+        return tuple(stage.place for stage in Placement.v(places).stages)
     return tuple(stage.place for stage in Placement.interleaved(places, settings.stages_per_place).stages)
 
 
