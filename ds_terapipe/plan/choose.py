@@ -136,8 +136,8 @@ def choose(cost: Cost, request: Request) -> Plan:
     if not request.search_s or request.schedule != "auto":
         return _plan(times, request, best, timed)
     note = why_not(times, best.schedule, best.lengths)
-    found = None if note else _searched(times, request, best, timed)
-    return replace(_plan(times, request, found or best, timed), note=note and f"no order is searched: {note}")
+    searched = None if note else _searched(times, request, best, timed)
+    return replace(_plan(times, request, searched or best, timed), note=note and f"no order is searched: {note}")
 
 
 def _searched(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> _Timed | None:

@@ -87,8 +87,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
         chosen, made_for, step = self._said()
-        note = [f"  {self.note}"] if self.note else []
-        out = [chosen, step, *note, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
+        notes = [f"  {self.note}"] if self.note else []
+        out = [chosen, step, *notes, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
@@ -102,7 +102,8 @@ class Plan:
         chosen, made_for, step = self._said()
         shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
         others = [
-            f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}" for o in shown[:2]
+            f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
+            for o in shown[:2]
         ]
         out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
         if self.memory:
@@ -252,4 +253,6 @@ def _option(block: Fields, seq_length: int) -> Option:
     slices = block.counts("slices")
     if sum(slices) != seq_length:
         raise block.fail("slices", f"lengths that add up to seq_length, {seq_length}", "a new plan")
-    return Option(block.one_of("schedule", (*NAMES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits"))
+    return Option(
+        block.one_of("schedule", (*NAMES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
+    )

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from .actions import Action, Grid, Op
 from .orders import Schedule
-from .placement import Placement, row_word
+from .placement import Placement
 from .validate import ScheduleError, validate
 
 SEARCHED = "searched"

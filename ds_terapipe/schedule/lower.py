@@ -76,9 +76,7 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
         yield Action(after, stage, unit)
 
 
-def _sent_in_time(
-    grid: list[list[Action]], where: Placement, seconds: Callable[[Action], float]
-) -> list[list[Action]]:
+def _sent_in_time(grid: list[list[Action]], where: Placement, seconds: Callable[[Action], float]) -> list[list[Action]]:
     """The same with each send at the time at which the message before it is taken, if that is later than its result.
 
     On one hardware queue a message holds all that is issued after it until it is taken

@@ -99,7 +99,9 @@ class Numbered:
         self.link: list[tuple[int, int] | None] = [None] * count  # that carries its result
         for number in (number for kinds in self.kinds for kind in kinds for number in self.of_kind(kind)):
             self._describe(problem, number)
-        self.work = [sum(self.seconds[number] for kind in kinds for number in self.of_kind(kind)) for kinds in self.kinds]
+        self.work = [
+            sum(self.seconds[number] for kind in kinds for number in self.of_kind(kind)) for kinds in self.kinds
+        ]
 
     def _describe(self, problem: Problem, number: int) -> None:
         where, (op, stage, unit, _) = self.placement, self.actions[number]
@@ -194,6 +196,8 @@ class Numbered:
         count = len(self.actions)
         start, arrived, waits, done = [0.0] * count, [-1.0] * count, [False] * count, bytearray(count)
         clock, at, idle = [0.0] * len(rows), [0] * len(rows), [most - work for work in self.work]
+        if min(idle) < 0:
+            return None
         free: dict[tuple[int, int], float] = {}
         waiting: dict[int, int] = {}
         ready, left = deque(range(len(rows))), len(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,9 @@ from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, show
 from ds_terapipe.commands.planning.several import placed, placements
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
+from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import NAMES, Panel, schedule_named
+from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, given, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -47,8 +48,7 @@ def compare(
     for schedule in NAMES:
         lengths = slices or _best_slices(inputs, schedule)
         sliced.append(row(inputs, f"{schedule_named(schedule).title}, {len(lengths)} slices", schedule, lengths))
-    sliced += _placed(inputs, slices)
-    sliced += _searched(inputs, search_s)
+    sliced += _placed(inputs, slices, search_s)
     rows += sliced
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))
     said = verdicts(inputs, best.step_s, len(best.slices) > 1, alternatives, why_not)
@@ -69,28 +69,33 @@ def compare(
     return [*inputs.lines, *_table(inputs, rows), *said], data, panels
 
 
-def _placed(inputs: Inputs, slices: tuple[int, ...] | None) -> list[Row]:
-    """Return rows of the same slices on two stages a place: filled waits, or what stands in for them."""
-    found = []
-    for name, placement in placements(inputs).items():
-        there = placed(inputs, placement)
-        assert there is not None  # its costs are known
-        lengths = slices or _best_slices(there, ZERO_BUBBLE.name)
-        title = f"{ZERO_BUBBLE.name}, {name}, 2 stages a place, {len(lengths)} slices"
-        found.append(row(there, title, ZERO_BUBBLE.name, lengths))
-    return found
+def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> Iterator[Row]:
+    """Yield rows of two stages on each place, and of searched orders on each placement where they are worth it.
 
-
-def _searched(inputs: Inputs, search_s: float) -> list[Row]:
-    """Return a row for each placement on which a search finds an order that is worth it; it may take other slices."""
+    A searched order may have slices of its own where none are given.
+    """
     there = {"": inputs, **{f", {name}": placed(inputs, each) for name, each in placements(inputs).items()}}
-    found = []
     for name, on in there.items():
-        with suppress(ConfigError):  # it does not fit
-            plan = None if on is None else choose_plan(on, AUTO, search_s / len(there))
-            if on is not None and plan is not None and plan.order is not None:
-                found.append(row(on, f"searched{name}, {len(plan.slices)} slices", plan.runs, plan.slices))
-    return found
+        if on is None:
+            continue
+        request = replace(on.request, search_s=search_s / len(there))
+        schedule, lengths = ZERO_BUBBLE.name, slices
+        found: tuple[str | Schedule, tuple[int, ...]] | None = None
+        if lengths is None:
+            try:
+                plan = choose_plan(on, AUTO, request.search_s)
+            except ConfigError:  # it does not fit
+                continue
+            found = None if plan.order is None else (plan.runs, plan.slices)
+            named = plan if plan.order is None else min(plan.losing, key=lambda each: (not each.fits, each.step_s))
+            schedule, lengths = named.schedule, named.slices
+        elif search_s and not why_not(times := request.times(on.source.cost(on.sequences)), schedule, lengths):
+            better = improve(times, request, schedule, [lengths])
+            found = None if better is None else (given(better.order), lengths)
+        if name:
+            yield row(on, f"{schedule}{name}, 2 stages a place, {len(lengths)} slices", schedule, lengths)
+        if found is not None:
+            yield row(on, f"{SEARCHED}{name}, {len(found[1])} slices", *found)
 
 
 def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:

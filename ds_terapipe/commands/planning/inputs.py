@@ -127,7 +127,9 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     given = _Given(options, config, data, plan, [])
     source = given.source(unit_costs)
     if plan is not None and source.stages != _places(plan) and source.stages != plan.stages:
-        raise bad_value("--plan", _places(plan), f"for the {source.stages} stages that the costs are for", "another plan")
+        raise bad_value(
+            "--plan", _places(plan), f"for the {source.stages} stages that the costs are for", "another plan"
+        )
     given.check_unused(source)
     sequences, micro_batches = batch(options, data, source, plan)
     memory_gb, memory = given.memory_gb, source.memory(sequences)

@@ -21,15 +21,15 @@ def placements(inputs: Inputs) -> dict[str, Placement]:
     return {name: placement for name, placement in found.items() if placed(inputs, placement) is not None}
 
 
-def placed(inputs: Inputs, placement: Placement) -> Inputs | None:
-    """Return the same inputs for another placement; None where the costs do not know its stages."""
+def placed(inputs: Inputs, placement: Placement | None) -> Inputs | None:
+    """Return the same inputs for another placement, None for none; None where the costs do not know its stages."""
     source = inputs.source
+    if placement is None:
+        return inputs
     if not isinstance(source, Analytic | Units) or chunked(source, inputs.sequences, placement) is None:
         return None
     there = Placed(source, placement)
-    request = replace(
-        inputs.request, stages=there.stages, placement=placement, memory=there.memory(inputs.sequences)
-    )
+    request = replace(inputs.request, stages=there.stages, placement=placement, memory=there.memory(inputs.sequences))
     return replace(inputs, source=there, request=request)
 
 

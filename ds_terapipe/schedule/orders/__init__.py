@@ -41,7 +41,8 @@ def order(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) 
     """Computations of one step in the order in which each place runs them.
 
     Args:
-        name: of a schedule: ``terapipe``, ``1f1b``, ``zero_bubble``, ``interleaved``, ``forward_only`` or one of your own; or a schedule.
+        name: of a schedule: ``terapipe``, ``1f1b``, ``zero_bubble``, ``interleaved``, ``forward_only`` or one of your own;
+            or a schedule.
         stages: the placement, or a number of stages, each on its own place.
         slices: number of slices of each micro-batch; they may differ.
 
