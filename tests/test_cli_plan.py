@@ -178,7 +178,7 @@ def test_schedules_are_compared(tmp_path, capsys):
     rows = {row["schedule"] + str(len(row["slices"])): row for row in each if "a place" not in row["name"]}
     assert set(rows) == {"1f1b1", "interleaved1", *(f"{name}4" for name in NAMES)}
     assert len(each) == len(rows) + 2  # of two stages on each place
-    searched = figures(capsys, *arguments[:-2], 1, "--slices", 4, "--weight-gradients", "micro_batch")["schedules"]
+    searched = figures(capsys, *arguments[:-2], 2, "--slices", 4, "--weight-gradients", "micro_batch")["schedules"]
     assert [row["predicted_step_s"] for row in searched if row["schedule"] == "searched"][-1] < searched[2][
         "predicted_step_s"
     ]

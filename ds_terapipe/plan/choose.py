@@ -142,10 +142,9 @@ def choose(cost: Cost, request: Request) -> Plan:
 
 def _searched(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> _Timed | None:
     """Return a searched order that is worth it, in the best named one's slices or others."""
-    others = [cut for cut in other_cuts(times, best.lengths, request.granularity) if request.allows(cut)]
     near = [each.lengths for each in sorted(timed)]
     cuts = [*dict.fromkeys([best.lengths, *near])][:_NEAR]
-    found = improve(times, request, best.schedule, [*cuts, *others])
+    found = improve(times, request, best.schedule, [*cuts, *other_cuts(times, request, best.lengths)])
     return None if found is None else _Timed(found.seconds, SEARCHED, found.lengths, found.order)
 
 

@@ -80,26 +80,24 @@ def improve(
     return Improved(seconds, text, lengths) if seconds <= most and request.fits(made, lengths) else None
 
 
-def other_cuts(times: StepTimes, lengths: Sequence[int], quantum: int) -> Iterator[tuple[int, ...]]:
+def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield cuts into as many slices of equal forward cost, with several weights for what grows with the context."""
-    count, total = len(lengths), sum(lengths)
-    quanta = total // quantum
-    if quanta < count:
-        return
-    context = quantum * np.arange(quanta, dtype=float)
-    alone = np.zeros(quanta)
-    deeper = np.zeros(quanta)
+    count, total, quantum = len(lengths), sum(lengths), request.granularity
+    quanta, short = total // quantum, float(request.least)  # the shortest slice whose seconds are known
+    context = np.minimum(quantum * np.arange(quanta, dtype=float), total - short)
+    alone, deeper = np.zeros(quanta), np.zeros(quanta)
     for stage in range(times.stages):
-        seconds = times.cost.forward(stage, np.full(quanta, float(quantum)), context)
+        seconds = times.cost.forward(stage, np.full(quanta, short), context)
         alone += seconds[0]
         deeper += seconds - seconds[0]
     for weight in _CUTS:
         sums = np.cumsum(alone + weight * deeper)
         ends = np.searchsorted(sums, sums[-1] * np.arange(1, count) / count) + 1
         counts = np.diff([0, *ends.tolist(), quanta])
-        if counts.min() > 0:
-            tokens = [int(each) * quantum for each in counts]
-            yield (*tokens[:-1], total - sum(tokens[:-1]))
+        tokens = [int(each) * quantum for each in counts]
+        cut = (*tokens[:-1], total - sum(tokens[:-1]))
+        if request.allows(cut):
+            yield cut
 
 
 def _problem(times: StepTimes, request: Request, schedule: str, lengths: tuple[int, ...]) -> Problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 
 import pytest
@@ -41,8 +42,8 @@ def attention_cut(placement, micro_batches, slices, share, weight):
         (math.sqrt(part**2 + 4 * weight * share * whole * i / slices) - part) / (2 * weight * share)
         for i in range(slices + 1)
     ]
-    linear = [part * (b - a) / stages for a, b in zip(ends, ends[1:], strict=False)]
-    context = [share * (b * b - a * a) / stages for a, b in zip(ends, ends[1:], strict=False)]
+    linear = [part * (b - a) / stages for a, b in itertools.pairwise(ends)]
+    context = [share * (b * b - a * a) / stages for a, b in itertools.pairwise(ends)]
     factor = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT_GRADIENTS: 0}
     return Problem(
         placement, [slices] * micro_batches, lambda a: linear[a.unit.slice] + factor[a.op] * context[a.unit.slice]
