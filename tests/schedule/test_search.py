@@ -14,7 +14,6 @@ from ds_terapipe.schedule import (
     Action,
     Op,
     Placement,
-    Unit,
     check_text,
     complete,
     covered_slices,
@@ -162,4 +161,3 @@ def test_an_order_leaves_out_slices_that_a_micro_batch_does_not_have():
         check_text(LINES[:1], Placement.plain(2), [2])
     with pytest.raises(ValueError, match="no backward pass"):
         check_text(("0F0.0", "1F0.0"), Placement.plain(2), [1])
-    assert [Unit(0, 0)] == [action.unit for action in grid[0] if action.op is Op.FORWARD]

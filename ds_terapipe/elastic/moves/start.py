@@ -74,7 +74,9 @@ def as_planned(settings: TokenPipelineConfig, watchdog: Watchdog) -> TokenPipeli
         placement: Placement | None = consensus.decide(read)
     finally:
         close_groups([consensus.group], consensus)
-    for name in ("interleaved", "v") if placement is not None else ():
+    if placement is None:
+        return settings
+    for name in ("interleaved", "v"):
         there = settings.model_copy(
             update={"stages_per_place": len(placement.stages) // placement.places, "placement": name}
         )

@@ -104,9 +104,9 @@ def planned_steps(plan: Plan, planner: Planner, rivals: Sequence[Plan] = ()) -> 
     if slice_plan(settled) != slice_plan(plan):
         what = "uncut" if len(settled.slices) == 1 else f"{compact(settled.slices)} tokens in {settled.schedule}"
         planner.say(f"plan: {what}, a step took {seconds_text(settled.step_s)}: used instead")
-    turn = Turn(slice_plan(settled), settled)
+    trained = Turn(slice_plan(settled), settled)
     while True:
-        yield turn
+        yield trained
 
 
 def winner(taken: Sequence[Sequence[float]], worse: float) -> int:
