@@ -51,7 +51,7 @@ class Found(NamedTuple):
 def search(
     problems: Sequence[Problem], starts: Sequence[Grid] = (), seconds: float = 10.0, seed: int = 0
 ) -> Found | None:
-    """Return the fastest order that was found; None where none of the starts fits into the memory.
+    """Return the fastest order that was found; None where none fits into the memory and comes to its end.
 
     Args:
         problems: the same step in other cuts or placements, of which one is chosen.
