@@ -163,7 +163,7 @@ SEVERAL_RULES = (
     Rule(
         _SEVERAL,
         above(1),
-        '1 where slices are "auto" (a plan is for one stage on each place)',
+        '1 where slices are "auto" (the plan of plan_path has its own)',
         '"slices": 8',
         when=lambda config: at(config, f"{TOKEN_PIPELINE}.slices", AUTO) == AUTO,
     ),

@@ -230,6 +230,10 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
+    if settings[TOKEN_PIPELINE].plan_path is not None and key == TOKEN_PIPELINE:
+        settings[TOKEN_PIPELINE] = importlib.import_module("ds_terapipe.elastic.moves.start").as_planned(
+            settings[TOKEN_PIPELINE], watchdog
+        )
     if settings[TOKEN_PIPELINE].stages_per_place > 1:
         importlib.import_module("ds_terapipe.elastic.moves.start").place_stages(
             given, settings[TOKEN_PIPELINE], watchdog

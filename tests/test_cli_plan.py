@@ -27,7 +27,7 @@ PLANNED = [*SMALL, "--stages", 2, "--sequences", 4]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in arguments])
+    status = cli.main([str(argument) for argument in (*arguments, "--search", 0.02)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
@@ -75,7 +75,8 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     plan, data = Plan.load(target), json.loads(out_json.read_text())
     assert status == 0 and all(line in out for line in plan.lines())
     assert {key: data[key] for key in plan.to_dict()} == plan.to_dict()
-    assert (plan.stages, plan.micro_batches, plan.sequences, plan.seq_length) == (4, 4, 1, 512)
+    assert plan.placement is not None and plan.placement.places == 4  # two stages on each
+    assert (plan.stages, plan.micro_batches, plan.sequences, plan.seq_length) == (8, 4, 1, 512)
     assert plan.about["model"] == "model" and plan.memory[0].fixed > 0
     simulated = figures(capsys, "simulate", "--plan", target, *shape)
     assert simulated["predicted_step_s"] == pytest.approx(plan.step_s, rel=1e-12)
@@ -173,8 +174,14 @@ def test_schedules_are_compared(tmp_path, capsys):
     picture = tmp_path / "compared.svg"
     arguments = ["simulate", "--compare", "--stages", 4, "--micro-batches", 4, "--slices"]
     run(capsys, *arguments, 4, "--picture", picture)
-    rows = {row["schedule"] + str(len(row["slices"])): row for row in figures(capsys, *arguments, 4)["schedules"]}
+    each = figures(capsys, *arguments, 4)["schedules"]
+    rows = {row["schedule"] + str(len(row["slices"])): row for row in each if "a place" not in row["name"]}
     assert set(rows) == {"1f1b1", "interleaved1", *(f"{name}4" for name in NAMES)}
+    assert len(each) == len(rows) + 2  # of two stages on each place
+    searched = figures(capsys, *arguments[:-2], 2, "--slices", 4, "--weight-gradients", "micro_batch")["schedules"]
+    assert [row["predicted_step_s"] for row in searched if row["schedule"] == "searched"][-1] < searched[2][
+        "predicted_step_s"
+    ]
     # (K - 1) (f + b) divided by nothing, by two chunks, by four slices
     expected = {"1f1b1": 21, "interleaved1": 16.5, "terapipe4": 14.25, "1f1b4": 14.25}
     assert {name: rows[name]["predicted_step_s"] for name in expected} == pytest.approx(expected)
@@ -187,8 +194,8 @@ def test_verdicts_follow_the_figures(capsys, model):
     for command in (["plan"], ["simulate", "--compare"]):
         found = figures(capsys, *command, *arguments)
         assert [each["kind"] for each in found["alternatives"]] == ["interleaved", "tensor_parallel", "tensor_parallel"]
-        # the schedules with their best slices are the last of a comparison
-        step = min(row["predicted_step_s"] for row in found.get("schedules", [found])[-len(NAMES) :])
+        # the first two of a comparison are without slices
+        step = min(row["predicted_step_s"] for row in found.get("schedules", [{}, {}, found])[2:])
         for each, line in zip(found["alternatives"], found["verdicts"], strict=True):
             assert each["beats_slices"] == (each["predicted_step_s"] < step) and each["name"] in line
             assert ("does not beat" in line) != each["beats_slices"]

@@ -11,11 +11,11 @@ from ds_terapipe.commands.output import add_json, show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
-from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan, read_inputs
+from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, read_inputs
+from ds_terapipe.commands.planning.several import choose_placed, placed
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.choose import choose
-from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.plan.stages import describe, partition
 
@@ -62,7 +62,7 @@ def plan(options: argparse.Namespace) -> None:
     with progress("reading"):
         inputs = read_inputs(options)
     with progress("planning"):
-        found = choose_plan(inputs)
+        found = choose_placed(inputs, options.search)
     if options.output:
         found.save(options.output)
     with progress("comparing with other stages, micro-batches and parallelism"):
@@ -89,9 +89,11 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
         seconds = source.layer_seconds(inputs.sequences, found.slices)
         present, best = describe(seconds, source.layers), partition(seconds, source.stages)
         gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
-        cost = source.with_layout(best.layers).cost(inputs.sequences)
-        times = StepTimes(cost, found.stages, found.micro_batches, found.weights_once)
-        step_s = times.seconds(found.schedule, found.slices) + found.overhead_s
+        other = placed(replace(inputs, source=source.with_layout(best.layers)), found.placement)
+        step_s = found.step_s
+        if other is not None:
+            times = other.request.times(other.source.cost(inputs.sequences))
+            step_s = times.seconds(found.runs, found.slices) + found.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (
             ""

@@ -19,11 +19,12 @@ from ds_terapipe.commands.planning.inputs import (
     unwritable,
     write_text,
 )
+from ds_terapipe.commands.planning.several import placed
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
 from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
-from ds_terapipe.schedule import Panel, timelines_svg
+from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.tracing.chrome import events_of, write
 
 EXAMPLE = """\
@@ -79,10 +80,12 @@ def simulate(options: argparse.Namespace) -> None:
         options.seq_length = sum(lengths)
     with progress("reading"):
         inputs = read_inputs(options, unit_costs=True, plan=given)
+        if given is not None and given.placement is not None and inputs.request.placement is None:
+            inputs = placed(inputs, given.placement) or inputs
     slices = given.slices if given else named_lengths(inputs, options.slices)
     if options.compare:
         with progress("comparing"):
-            lines, data, panels = compare(inputs, slices)
+            lines, data, panels = compare(inputs, slices, options.search)
     else:
         with progress("simulating"):
             schedule, chosen = _chosen(inputs, options, given, slices)
@@ -142,32 +145,32 @@ def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
 
 def _chosen(
     inputs: Inputs, options: argparse.Namespace, given: Plan | None, slices: tuple[int, ...] | None
-) -> tuple[str, tuple[int, ...]]:
+) -> tuple[str | Schedule, tuple[int, ...]]:
     """Return the schedule and the slices of the simulation."""
     if slices is None:
-        best = choose_plan(inputs)
-        return best.schedule, best.slices
+        best = choose_plan(inputs, search_s=options.search)
+        return best.runs, best.slices
     if given is not None and options.schedule in (None, AUTO):
-        return given.schedule, slices
+        return given.runs, slices
     schedule = inputs.request.schedule
     return DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices
 
 
 def _one(
-    inputs: Inputs, schedule: str, slices: tuple[int, ...], trace: str | None
+    inputs: Inputs, schedule: str | Schedule, slices: tuple[int, ...], trace: str | None
 ) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
     found = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
     memory = request.memory_of(schedule, slices)
     if trace is not None:
-        about = {"schedule": schedule, "slices": list(slices), "costs": inputs.source.text}
+        about = {"schedule": str(schedule), "slices": list(slices), "costs": inputs.source.text}
         try:
             write(trace, events_of(found.grid, found.intervals), about)
         except OSError as error:
             raise unwritable("--trace", trace, error) from error
     data = {
-        "schedule": schedule,
+        "schedule": str(schedule),
         "slices": list(slices),
         "seq_length": request.seq_length,
         "stages": request.stages,
@@ -191,7 +194,7 @@ def _one(
         ],
         "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(memory)],
     }
-    title = Option(schedule, slices, 0.0).name
+    title = Option(str(schedule), slices, 0.0).name
     return _lines(inputs, data, memory), data, [panel(inputs, title, found, request.placement)]
 
 

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ds_terapipe.schedule import Action, Placement, forward_only, order, validate, with_messages, with_weight_gradients
+from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE
+from ds_terapipe.schedule import (
+    Action,
+    Placement,
+    Schedule,
+    ScheduleError,
+    complete,
+    forward_only,
+    order,
+    validate,
+    with_weight_gradients,
+)
 
 FORWARD_ONLY = "forward_only"
 
 
 @lru_cache(maxsize=32)
 def grid_of_step(
-    name: str, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()
+    schedule: str | Schedule, placement: Placement, slices: tuple[int, ...], deferring: tuple[int, ...] = ()
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return the validated grid of schedule ``name`` (or ``forward_only``), ``slices[m]`` slices of micro-batch m.
+    """Return the validated grid of a schedule (or ``forward_only``), ``slices[m]`` slices of micro-batch m.
 
     ``deferring``: the stages whose weight gradients are separate actions, once per micro-batch. Returns one row of
     actions per place, sends and receives included.
     """
-    computed = forward_only(placement, slices) if name == FORWARD_ONLY else order(name, placement, slices)
+    computed = forward_only(placement, slices) if schedule == FORWARD_ONLY else order(schedule, placement, slices)
     apart = deferring if max(slices) > 1 else ()
-    grid = with_weight_gradients(with_messages(computed, placement), placement, apart)
-    validate(grid, slices, name, placement)
+    grid = with_weight_gradients(complete(computed, placement), placement, apart)
+    try:
+        validate(grid, slices, schedule, placement)
+    except ScheduleError:
+        if isinstance(schedule, str):
+            raise
+        # its messages lock up without slices that are left out, which are padding
+        return grid_of_step(DEFAULT_SCHEDULE, placement, slices, deferring)
     return tuple(tuple(row) for row in grid)

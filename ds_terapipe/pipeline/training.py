@@ -48,7 +48,7 @@ def train(engine: Any) -> Tensor:
     events = recorder.end()
     if traced:
         engine._trace.add(step, events, recorder.cost_of_one())
-    log_step(engine, engine._report, batch, plan.schedule, seconds)
+    log_step(engine, engine._report, batch, str(plan.schedule), seconds)
     slicer.record_step(events, seconds)
     mean: Tensor = engine.agg_train_loss
     return mean

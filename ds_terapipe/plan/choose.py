@@ -10,21 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.schedule import NAMES, Placement
+from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, given
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
+_NEAR = 3  # of the cuts that were timed, so many are searched in
 _SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for comparisons
 
 
@@ -48,6 +50,7 @@ class Request:
         placement: of the stages; None: one on each place.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
         about: origin of the costs.
+        search_s: seconds of the search for a better order, if the schedule is ``auto``, where it may save something; 0: none.
     """
 
     seq_length: int
@@ -64,6 +67,7 @@ class Request:
     placement: Placement | None = None
     overhead_s: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
+    search_s: float = 0.0
 
     def allows(self, lengths: Sequence[int]) -> bool:
         """Whether no slice is too short or too long."""
@@ -78,13 +82,13 @@ class Request:
         """Return the step times with these costs."""
         return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
 
-    def memory_of(self, schedule: str, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
+    def memory_of(self, schedule: str | Schedule, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
         """Return the peak of each place with these slices; empty where memory is not known."""
         if self.memory is None:
             return ()
         return memory_use(self.memory, schedule, lengths, self.micro_batches, self.weights_once, self.placement)
 
-    def fits(self, schedule: str, lengths: Sequence[int]) -> bool:
+    def fits(self, schedule: str | Schedule, lengths: Sequence[int]) -> bool:
         """Whether these slices keep to the memory limit."""
         if self.memory is None or self.memory_gb is None:
             return True
@@ -129,7 +133,19 @@ def choose(cost: Cost, request: Request) -> Plan:
                 best = found
     if best is None:
         raise _too_large(request, timed)
-    return _plan(times, request, best, timed)
+    if not request.search_s or request.schedule != "auto":
+        return _plan(times, request, best, timed)
+    note = why_not(times, best.schedule, best.lengths)
+    searched = None if note else _searched(times, request, best, timed)
+    return replace(_plan(times, request, searched or best, timed), note=note and f"no order is searched: {note}")
+
+
+def _searched(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> _Timed | None:
+    """Return a searched order that is worth it, in the best named one's slices or others."""
+    near = [each.lengths for each in sorted(timed)]
+    cuts = [*dict.fromkeys([best.lengths, *near])][:_NEAR]
+    found = improve(times, request, best.schedule, [*cuts, *other_cuts(times, request, best.lengths)])
+    return None if found is None else _Timed(found.seconds, SEARCHED, found.lengths, found.order)
 
 
 def can_choose(cost: Cost, request: Request) -> bool:
@@ -156,6 +172,12 @@ class _Timed(NamedTuple):
     seconds: float
     schedule: str
     lengths: tuple[int, ...]
+    order: tuple[str, ...] | None = None
+
+    @property
+    def runs(self) -> str | Schedule:
+        """The schedule, as `schedule.order` takes it."""
+        return self.schedule if self.order is None else given(self.order)
 
 
 def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
@@ -177,18 +199,17 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
 
 def _plan(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> Plan:
     """Return the plan, with the fastest candidate of each schedule and number of slices."""
-    simulation = times.simulate(best.schedule, best.lengths)
+    simulation = times.simulate(best.runs, best.lengths)
     listed: dict[tuple[str, int], _Timed] = {}
     for each in sorted(timed):
         listed.setdefault((each.schedule, len(each.lengths)), each)
     options = [
-        Option(
-            each.schedule, each.lengths, each.seconds + request.overhead_s, request.fits(each.schedule, each.lengths)
-        )
+        Option(each.schedule, each.lengths, each.seconds + request.overhead_s, request.fits(each.runs, each.lengths))
         for each in dict.fromkeys([best, *listed.values()])
     ]
     return Plan(
         schedule=best.schedule,
+        order=best.order,
         slices=best.lengths,
         seq_length=request.seq_length,
         stages=request.stages,
@@ -199,7 +220,7 @@ def _plan(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Tim
         step_s=simulation.makespan + request.overhead_s,
         overhead_s=request.overhead_s,
         bubble={"total": simulation.bubble, **simulation.bubble_shares},
-        memory=request.memory_of(best.schedule, best.lengths),
+        memory=request.memory_of(best.runs, best.lengths),
         memory_limit=None if request.memory_gb is None else request.memory_gb * GIGABYTE,
         options=tuple(sorted(options, key=lambda option: option.step_s)),
         about=request.about,

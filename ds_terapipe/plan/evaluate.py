@@ -15,12 +15,13 @@ from ds_terapipe.schedule import (
     Grid,
     Op,
     Placement,
+    Schedule,
     Simulation,
+    complete,
     covered_slices,
     dependencies,
     order,
     simulate,
-    with_messages,
     with_weight_gradients,
 )
 from ds_terapipe.schedule.replay import durations_of
@@ -66,9 +67,9 @@ class StepTimes:
             raise ValueError(f"placement: got {len(self.placement.stages)} stages, must be the pipeline's {stages}")
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
-    def grid(self, schedule: str, slices: int) -> Grid:
+    def grid(self, schedule: str | Schedule, slices: int) -> Grid:
         """Return the actions of a step with so many slices per micro-batch, the same that the engine runs."""
-        grid = with_messages(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
+        grid = complete(order(schedule, self.placement, [slices] * self.micro_batches), self.placement)
         apart = None if self.weights_once and slices > 1 else ()
         return with_weight_gradients(grid, self.placement, apart)
 
@@ -90,7 +91,7 @@ class StepTimes:
             self._slices[key] = SliceSeconds(forward, backward, weights, messages.reshape(self.stages - 1, len(key)))
         return self._slices[key]
 
-    def seconds(self, schedule: str, lengths: Sequence[int]) -> float:
+    def seconds(self, schedule: str | Schedule, lengths: Sequence[int]) -> float:
         """Makespan of a step."""
         grid = self.grid(schedule, len(lengths))
         graph = dependencies(grid, self.placement)
@@ -118,7 +119,7 @@ class StepTimes:
             least = max(least, down[stages[0]] + sum(passes[stage] for stage in stages) + after)
         return least
 
-    def simulate(self, schedule: str, lengths: Sequence[int]) -> Simulation:
+    def simulate(self, schedule: str | Schedule, lengths: Sequence[int]) -> Simulation:
         """Run the whole simulation: intervals, bubble and live tokens of each place."""
         grid = self.grid(schedule, len(lengths))
         compute, message = self._durations(grid, lengths)

@@ -12,7 +12,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
 from ds_terapipe.plan.files import Fields, read_json, write_json
 from ds_terapipe.plan.placed import placement_dict, placement_from
-from ds_terapipe.schedule import NAMES, Placement
+from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, check_text, given
 from ds_terapipe.schedule.placement import row_word
 
 FORMAT = "ds_terapipe plan 1"
@@ -40,7 +40,7 @@ class Plan:
     """Plan of a step.
 
     Attributes:
-        schedule: ``terapipe`` or ``1f1b``.
+        schedule: name of a schedule, or ``searched``.
         slices: tokens of each slice; they add up to ``seq_length``.
         stages, micro_batches, sequences: sizes that it was made for; ``sequences`` of a micro-batch.
         weights_once: weight gradients are made once per micro-batch.
@@ -52,6 +52,8 @@ class Plan:
         options: the best of each schedule and number of slices, fastest first.
         about: origin of the costs, for readers of the file.
         placement: of the stages; None: stage s on place s, and all go backward.
+        order: of a searched schedule, a line for each place.
+        note: why no order was searched; empty where one was, or none was asked for.
     """
 
     schedule: str
@@ -69,6 +71,13 @@ class Plan:
     options: tuple[Option, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
     placement: Placement | None = None
+    order: tuple[str, ...] | None = None
+    note: str = ""
+
+    @property
+    def runs(self) -> str | Schedule:
+        """The schedule, as `schedule.order` takes it."""
+        return self.schedule if self.order is None else given(self.order)
 
     @property
     def losing(self) -> tuple[Option, ...]:
@@ -78,7 +87,8 @@ class Plan:
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
         chosen, made_for, step = self._said()
-        out = [chosen, step, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
+        notes = [f"  {self.note}"] if self.note else []
+        out = [chosen, step, *notes, f"  {made_for}", *memory_lines(self.memory, self.memory_limit, self._row_word)]
         if self.losing:
             out.append("  other options:")
         for option in self.losing[:_SHOWN]:
@@ -88,11 +98,14 @@ class Plan:
         return out
 
     def summary(self) -> list[str]:
-        """Return the plan's lines for the log of a run: the chosen option, the next best, and memory if known."""
+        """Return the plan's lines for the log of a run: what was chosen and lost, what for, and memory if known."""
         chosen, made_for, step = self._said()
         shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
-        others = [f"; {o.name} {self._ratio(o)}{'' if o.fits else ' (too large)'}" for o in shown[:2]]
-        out = [f"{chosen}, {made_for}", step + "".join(others)]
+        others = [
+            f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
+            for o in shown[:2]
+        ]
+        out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
         if self.memory:
             first, *parts = memory_lines(self.memory, self.memory_limit, self._row_word)
             out.append(first + "".join(f", {' '.join(part.split()[:-1])}" for part in parts))
@@ -122,6 +135,7 @@ class Plan:
         return {
             "format": FORMAT,
             "schedule": self.schedule,
+            **({} if self.order is None else {"order": list(self.order)}),
             "slices": list(self.slices),
             "seq_length": self.seq_length,
             "stages": self.stages,
@@ -138,6 +152,7 @@ class Plan:
                 for o in self.options
             ],
             "about": dict(self.about),
+            **({"note": self.note} if self.note else {}),
             **({} if self.placement is None else {"placement": placement_dict(self.placement)}),
         }
 
@@ -170,12 +185,15 @@ class Plan:
         if uses and len(uses) != places:
             word = "stages" if placement is None else "places"
             raise fields.fail("memory_bytes", f"one block for each of the {places} {word}", "a new plan")
+        micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*NAMES, SEARCHED))
+        where = Placement.plain(stages) if placement is None else placement
         return cls(
-            schedule=fields.one_of("schedule", NAMES),
+            schedule=schedule,
+            order=_order(fields, where, [len(slices)] * micro_batches) if schedule == SEARCHED else None,
             slices=slices,
             seq_length=seq_length,
             stages=stages,
-            micro_batches=fields.count("micro_batches"),
+            micro_batches=micro_batches,
             sequences=fields.count("sequences"),
             weights_once=fields.flag("weights_once"),
             step_s=fields.number("predicted_step_s"),
@@ -186,6 +204,7 @@ class Plan:
             options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
             about=fields.block("about"),
             placement=placement,
+            note=fields.text("note", ""),
         )
 
 
@@ -213,6 +232,18 @@ def memory_lines(memory: Sequence[MemoryUse], limit: float | None, word: str) ->
     return out
 
 
+def _order(fields: Fields, placement: Placement, slices: Sequence[int]) -> tuple[str, ...]:
+    """Return the order of a plan, which can run."""
+    lines = fields.value("order")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise fields.fail("order", "a line of actions for each place", f'"schedule": "{NAMES[-1]}" without one')
+    try:
+        check_text(lines, placement, slices)
+    except ValueError as error:
+        raise ConfigError(f"{fields.path('order')}: {error}, use an order that can run, or another schedule") from error
+    return tuple(lines)
+
+
 def _bubble(fields: Fields) -> dict[str, float]:
     shares = Fields(fields.block("bubble"), fields.path("bubble"))
     return {name: shares.number(name, "a share from 0 to 1") for name in _BUBBLE}
@@ -222,4 +253,6 @@ def _option(block: Fields, seq_length: int) -> Option:
     slices = block.counts("slices")
     if sum(slices) != seq_length:
         raise block.fail("slices", f"lengths that add up to seq_length, {seq_length}", "a new plan")
-    return Option(block.one_of("schedule", NAMES), slices, block.number("predicted_step_s"), block.flag("fits"))
+    return Option(
+        block.one_of("schedule", (*NAMES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
+    )

@@ -9,7 +9,8 @@ actions.
 from __future__ import annotations
 
 from .actions import ALL, Action, Grid, Group, Op, Unit
-from .lower import covered_slices, with_messages, with_weight_gradients
+from .given import SEARCHED, check_text, given, grid_from, text_of
+from .lower import complete, covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
 from .render import grid_text, timeline_svg, timelines_svg
@@ -24,6 +25,7 @@ __all__ = [
     "EVAL_SENT_KEPT",
     "NAMES",
     "POSTED_AHEAD",
+    "SEARCHED",
     "SENT_KEPT",
     "Action",
     "Channel",
@@ -42,10 +44,14 @@ __all__ = [
     "Simulation",
     "Unit",
     "as_placement",
+    "check_text",
+    "complete",
     "covered_slices",
     "dependencies",
     "dry_run",
     "forward_only",
+    "given",
+    "grid_from",
     "grid_text",
     "order",
     "peak_live_units",
@@ -54,6 +60,7 @@ __all__ = [
     "schedule_named",
     "simulate",
     "stream_deadlock",
+    "text_of",
     "timeline_svg",
     "timelines_svg",
     "validate",

@@ -45,7 +45,7 @@ def fill(
         pass
     if any(place.passes for place in places):
         raise ValueError("fill: got an order in which places wait for ever, must be one that validate() accepts")
-    return [list(_together(place.finish())) for place in places]
+    return [list(together(place.finish())) for place in places]
 
 
 def _most_live(row: Iterable[Action], placement: Placement) -> int:
@@ -111,7 +111,7 @@ class _Place:
         self._row.append(action)
 
 
-def _together(row: Iterable[Action]) -> Iterator[Action]:
+def together(row: Iterable[Action]) -> Iterator[Action]:
     """Yield a row in which the last of consecutive weight gradients of a stage and micro-batch makes all of them."""
     pending: dict[tuple[int, int, Group], Action] = {}
     for action in row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 
 from .actions import Action, Grid, Group, Op
@@ -13,7 +13,9 @@ from .replay import replay
 from .streams import POSTED_AHEAD, Channel, channel_of
 
 
-def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
+def with_messages(
+    grid: Grid, placement: Placement | None = None, seconds: Callable[[Action], float] | None = None
+) -> list[list[Action]]:
     """The same computations, with the sends and receives that they need.
 
     A unit's input (activation, or gradient of its output) is received right before its computation and its result sent
@@ -26,6 +28,8 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     Args:
         grid: computations, one list per place. It is not changed.
         placement: of the stages; None: one on each place.
+        seconds: of the computations, which say when messages are taken. None: equal lengths, and an order of one stage on
+            each place is one that does not lock up.
 
     Raises:
         ValueError: the grid holds messages already, or is none of the placement.
@@ -33,8 +37,14 @@ def with_messages(grid: Grid, placement: Placement | None = None) -> list[list[A
     where = placement_of(len(grid), placement)
     around = [_messages(where, stage) for stage in range(len(where.stages))]
     lowered = [[made for action in row for made in _around(action, around)] for row in grid]
-    locks_up = not where.is_plain and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
-    return _sent_in_time(lowered, where) if locks_up else lowered
+    may = seconds is not None or not where.is_plain
+    locks_up = may and any(queue_deadlock(lowered, ahead) for ahead in (POSTED_AHEAD, 0))
+    return _sent_in_time(lowered, where, seconds or (lambda action: 1.0)) if locks_up else lowered
+
+
+def complete(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
+    """The same with its messages, which an order may have put in already."""
+    return [list(row) for row in grid] if has_messages(grid) else with_messages(grid, placement)
 
 
 def _messages(where: Placement, stage: int) -> dict[Op, tuple[Op | None, Op | None]]:
@@ -66,14 +76,14 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
         yield Action(after, stage, unit)
 
 
-def _sent_in_time(grid: list[list[Action]], where: Placement) -> list[list[Action]]:
+def _sent_in_time(grid: list[list[Action]], where: Placement, seconds: Callable[[Action], float]) -> list[list[Action]]:
     """The same with each send at the time at which the message before it is taken, if that is later than its result.
 
-    Computations have equal length. On one hardware queue a message holds all that is issued after it until it is taken
+    On one hardware queue a message holds all that is issued after it until it is taken
     (`hardware_queue`), e.g. of units that go around the places in groups of more than there are places. A stage that does not
     go backward sends at once, and waits, since nothing else holds its outputs.
     """
-    found = replay(grid, lambda action: 1, placement=where)
+    found = replay(grid, seconds, placement=where)
     if found.stuck:
         return grid
     trained = {action.stage for row in grid for action in row if action.op is Op.BACKWARD}

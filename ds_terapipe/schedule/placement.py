@@ -82,6 +82,11 @@ class Placement:
             raise ValueError(f"placement: got {chunks} chunks on each of {places} places, must be positive numbers")
         return cls.of([stage % places for stage in range(places * chunks)], boundaries, forward_only)
 
+    @classmethod
+    def v(cls, places: int, boundaries: Sequence[int] | None = None, forward_only: int = 0) -> Placement:
+        """Two stages on each place, there and back: stage s on place s, then on place 2 ``places`` - 1 - s."""
+        return cls.of([*range(places), *reversed(range(places))], boundaries, forward_only)
+
     @property
     def places(self) -> int:
         """Number of places, which is the number of a grid's rows."""

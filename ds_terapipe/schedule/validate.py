@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .actions import ALL, Action, Grid, Group, Op, Unit
 from .hardware_queue import queue_deadlock
 from .lower import has_messages, with_messages
-from .orders import FORWARD_ONLY, peak_live_units
+from .orders import FORWARD_ONLY, Schedule, peak_live_units
 from .placement import Placement, placement_of, row_word
 from .render import grid_text
 from .replay import Replay, replay
@@ -16,10 +16,18 @@ from .streams import stream_deadlock
 
 
 class ScheduleError(ValueError):
-    """A schedule that breaks a rule. The message is the rule, then the grid around the bad cell, marked ``<-- ...``."""
+    """A schedule that breaks a rule. The message is the rule, then the grid around the bad cell, marked ``<-- ...``.
+
+    Attributes:
+        at: the first bad cell, ``stage 1, 1F0.2``, or ``stage 1, end``.
+    """
+
+    at: str = "schedule"
 
 
-def validate(grid: Grid, slices: Sequence[int], name: str | None = None, placement: Placement | None = None) -> None:
+def validate(
+    grid: Grid, slices: Sequence[int], name: str | Schedule | None = None, placement: Placement | None = None
+) -> None:
     """Checks a schedule for all places at once.
 
     - Each stage runs every unit once forward and, in training and where it goes backward, once backward; forward before
@@ -39,8 +47,8 @@ def validate(grid: Grid, slices: Sequence[int], name: str | None = None, placeme
     Args:
         grid: one list of actions per place, with or without messages.
         slices: number of slices of each micro-batch.
-        name: of a schedule, e.g. ``"terapipe"``, ``"1f1b"`` or ``"forward_only"``. Without a name the live units are not
-            checked, and a grid that has no BACKWARD at all passes as forward-only.
+        name: of a schedule, e.g. ``"terapipe"``, ``"1f1b"`` or ``"forward_only"``, or a schedule. Without it the live units
+            are not checked, and a grid that has no BACKWARD at all passes as forward-only.
         placement: of the stages; None: one on each place.
 
     Raises:
@@ -52,7 +60,7 @@ def validate(grid: Grid, slices: Sequence[int], name: str | None = None, placeme
     if not grid:
         raise ScheduleError("schedule: got no stages, must have at least one")
     where = placement_of(len(grid), placement)
-    bounds = None if name in (None, FORWARD_ONLY.name) else peak_live_units(str(name), where, slices)
+    bounds = None if name is None or str(name) == FORWARD_ONLY.name else peak_live_units(name, where, slices)
     ran_backward = any(action.op is Op.BACKWARD for row in grid for action in row)
     training = bounds is not None or (name is None and ran_backward)
     lowered = has_messages(grid) or len(grid) == 1  # one place sends nothing
@@ -255,4 +263,6 @@ def _error(
     problem: str, grid: Grid, where: Placement, at: Mapping[int, int], notes: Mapping[int, str] | None = None
 ) -> ScheduleError:
     notes = dict.fromkeys(at, problem) if notes is None else notes
-    return ScheduleError(f"schedule: {problem}\n{grid_text(grid, at, notes, where)}")
+    error, place = ScheduleError(f"schedule: {problem}\n{grid_text(grid, at, notes, where)}"), min(at)
+    error.at = f"{row_word(where)} {place}, {grid[place][at[place]] if at[place] < len(grid[place]) else 'end'}"
+    return error

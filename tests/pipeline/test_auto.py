@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,9 @@ from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.plan.choose import Request, plan_of
 from ds_terapipe.plan.result import Plan
-from ds_terapipe.schedule import peak_live_units
+from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, text_of
+from ds_terapipe.schedule.numbered import Problem
+from ds_terapipe.schedule.search import search
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine, raised, train
 from tests.plan.costs import ExampleCost
@@ -26,6 +29,11 @@ BATCH = 2  # sequences of a micro-batch
 MEASURING = 1 + ROUNDS * 2  # a step to warm up, then trials of sequences of 24 tokens: two slices and one
 COMPARING = 1 + TURNS * (1 + RIVALS)
 GIVEN = (10, 14)
+ORDER = (
+    "0F0.0 0F0.1 0F1.0 0F1.1 0B0.1 0B0.0 0W0.0 0B1.1 0B1.0 0W1.0",
+    "1F0.0 1F0.1 1F1.0 1B0.1 1W0.1 1B0.0 1F1.1 1B1.1 1W0.0 1B1.0 1W1.0",
+)
+LIVE = (4, 3)  # of no named schedule
 
 
 def auto(module: Any = None, **keys: Any) -> Any:
@@ -73,19 +81,23 @@ def same_numbers(path: str) -> dict[str, Any]:
 
 
 def given(folder: str) -> dict[str, Any]:
-    """Run a plan that no trial and no planner would make: from plan_path, and then from a checkpoint."""
-    if torch.distributed.get_rank() == 0:
-        request = Request(SEQUENCE, 2, MICRO_BATCHES, granularity=2)
-        plan_of(ExampleCost([1.0, 1.0], sequences=BATCH), request, "terapipe", GIVEN).save(f"{folder}/plan.json")
+    """Run plans that no trial and no planner would make: from plan_path, and from a checkpoint."""
+    folded = search([Problem(Placement.v(2), [2, 2], lambda action: 1.0)], seconds=0.001)
+    if torch.distributed.get_rank() == 0 and folded:
+        for name, placement, lines in (("plan", None, ORDER), ("folded", Placement.v(2), text_of(folded.grid))):
+            request = Request(SEQUENCE, 2 if placement is None else 4, MICRO_BATCHES, placement=placement)
+            plan = plan_of(ExampleCost([1.0] * 4, sequences=BATCH), request, "1f1b", GIVEN)
+            dataclasses.replace(plan, schedule=SEARCHED, order=lines).save(f"{folder}/{name}.json")
     torch.distributed.barrier()
-    found: dict[str, Any] = {}
-    for known_by, keys in (("plan_path", {"plan_path": f"{folder}/plan.json"}), ("checkpoint", {})):
+    found: dict[str, Any] = {"losses": {}}
+    paths = ({"slices": list(GIVEN)}, {"plan_path": f"{folder}/plan.json"}, {}, {"plan_path": f"{folder}/folded.json"})
+    for known_by, keys in zip(("slices", "plan_path", "checkpoint", "folded"), paths, strict=True):
         engine = auto(**keys)
         if known_by == "checkpoint":
             _, found["client"] = engine.load_checkpoint(f"{folder}/given", tag="here")
-        found[known_by] = []
+        found[known_by], found["losses"][known_by] = [], []
         for step in steps_of(2, MICRO_BATCHES):
-            train(engine, [step])
+            found["losses"][known_by] += train(engine, [step]).losses
             found[known_by].append((list(engine.slices_run), engine.peak_live_units))
         if known_by == "plan_path":
             engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
@@ -174,12 +186,15 @@ def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_r
 
 @pytest.mark.parametrize("known_by", ["plan_path", "checkpoint"])
 def test_a_plan_that_is_given_is_what_runs(results, known_by):
-    """Its slices and its schedule, in every micro-batch, from the first step on."""
-    live, other = (peak_live_units(name, 2, [len(GIVEN)] * MICRO_BATCHES) for name in ("terapipe", "1f1b"))
-    assert live[0] != other[0]  # what tells them apart
+    """Its slices and its order, in every micro-batch, from the first step on."""
+    assert [*LIVE] not in [peak_live_units(name, 2, [len(GIVEN)] * MICRO_BATCHES) for name in NAMES]
     for stage, result in enumerate(results):
-        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, live[stage])] * 2
+        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, LIVE[stage])] * 2
         assert result["given"]["client"]["mine"] == 7 and PLAN_STATE not in result["given"]["client"]
+        losses = result["given"]["losses"]
+        assert losses["plan_path"] == pytest.approx(losses["slices"], rel=1e-5)
+        assert losses["folded"] == pytest.approx(losses["slices"], rel=1e-5)  # on two stages a place
+        assert result["given"]["folded"][0][0] == [GIVEN] * MICRO_BATCHES
 
 
 def test_what_cannot_be_planned_is_one_line_on_every_rank(results):

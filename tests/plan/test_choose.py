@@ -216,7 +216,7 @@ def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
         assert option.name in line and f"{1e3 * option.step_s:.1f} ms" in line
         assert f"{option.step_s / plan.step_s:.2f}x" in line and ("does not fit" in line) == (not option.fits)
     assert all("  1.00x  " in line for line in dataclasses.replace(plan, step_s=0.0).lines()[-10:])
-    _, step, memory = plan.summary()
+    step, _, memory = plan.summary()
     assert "of 1.000 GB, activations " in memory and f"; {plan.losing[0].name} " in step and "unsliced " in step
     assert {*itertools.product(NAMES, (1, 2, 4, 8, 16))} <= {(o.schedule, len(o.slices)) for o in plan.options}
 

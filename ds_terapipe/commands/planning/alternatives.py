@@ -10,7 +10,7 @@ from ds_terapipe.commands.planning.inputs import Inputs
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE
 from ds_terapipe.plan.stages import even_layers
-from ds_terapipe.schedule import Interval, Panel, Placement, Simulation
+from ds_terapipe.schedule import Interval, Panel, Placement, Schedule, Simulation
 
 _CHUNKS = (2, 3, 4, 5, 6, 8)
 _UNKNOWN_LAYERS = (2,)  # for an unknown number of layers in a stage, and unknown costs of small chunks
@@ -62,12 +62,13 @@ class Row:
         return self.fits and self.step_s < plan_s * (1 - 1e-9)
 
 
-def row(inputs: Inputs, name: str, schedule: str, slices: tuple[int, ...], kind: str | None = None) -> Row:
+def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, ...], kind: str | None = None) -> Row:
     """Simulate a step in these slices."""
     request = inputs.request
     run = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
-    return _row(inputs, kind or schedule, name, slices, run, peak)
+    where = request.where
+    return _row(inputs, kind or str(schedule), name, slices, run, peak, None, len(where.stages) // where.places)
 
 
 def interleaved(inputs: Inputs) -> Row | str:
@@ -83,9 +84,10 @@ def interleaved(inputs: Inputs) -> Row | str:
         return f"interleaving: not possible, {request.micro_batches} micro-batches are no multiple of the {request.stages} stages"
     found = []
     for chunks in _CHUNKS if isinstance(inputs.source, Analytic) else _UNKNOWN_LAYERS:
-        cost = chunked(inputs.source, inputs.sequences, chunks)
+        placement = Placement.interleaved(request.stages, chunks)
+        cost = chunked(inputs.source, inputs.sequences, placement)
         if cost is not None:
-            found.append(_interleaved(inputs, cost, chunks))
+            found.append(_interleaved(inputs, cost, placement))
     if not found:
         return "interleaving: not possible, no number of chunks divides every stage's layers"
     return min(found, key=lambda each: (not each.fits, each.step_s))
@@ -152,9 +154,9 @@ def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | No
     return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals=intervals, placement=placement)
 
 
-def _interleaved(inputs: Inputs, cost: Cost, chunks: int) -> Row:
+def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
     request = inputs.request
-    whole, placement = (request.seq_length,), Placement.interleaved(request.stages, chunks)
+    whole, chunks = (request.seq_length,), len(placement.stages) // placement.places
     virtual = replace(request, stages=len(placement.stages), placement=placement, weights_once=True)
     run = virtual.times(cost).simulate("interleaved", whole)
     peak = None

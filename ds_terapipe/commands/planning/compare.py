@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +15,25 @@ from ds_terapipe.commands.planning.alternatives import (
     verdicts,
     whole_sequences,
 )
-from ds_terapipe.commands.planning.inputs import Inputs, choose_plan, shown_time
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, shown_time
+from ds_terapipe.commands.planning.several import placed, placements
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
+from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import NAMES, Panel, schedule_named
+from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, given, schedule_named
+from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
-def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], dict[str, Any], list[Panel]]:
+def compare(
+    inputs: Inputs, slices: tuple[int, ...] | None, search_s: float = 0.0
+) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Compare all schedules for a step.
 
     Args:
         inputs: costs and sizes.
-        slices: for both schedules that have some; None: the best for each.
+        slices: for all schedules that have some; None: the best for each.
+        search_s: seconds of the search for other orders.
 
     Returns:
         The printed lines, their figures, and a panel for each schedule.
@@ -41,6 +48,7 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
     for schedule in NAMES:
         lengths = slices or _best_slices(inputs, schedule)
         sliced.append(row(inputs, f"{schedule_named(schedule).title}, {len(lengths)} slices", schedule, lengths))
+    sliced += _placed(inputs, slices, search_s)
     rows += sliced
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))
     said = verdicts(inputs, best.step_s, len(best.slices) > 1, alternatives, why_not)
@@ -59,6 +67,35 @@ def compare(inputs: Inputs, slices: tuple[int, ...] | None) -> tuple[list[str], 
     }
     panels = [panel(inputs, each.name, each.run, each.placement) for each in rows]
     return [*inputs.lines, *_table(inputs, rows), *said], data, panels
+
+
+def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> Iterator[Row]:
+    """Yield rows of two stages on each place, and of searched orders on each placement where they are worth it.
+
+    A searched order may have slices of its own where none are given.
+    """
+    there = {"": inputs, **{f", {name}": placed(inputs, each) for name, each in placements(inputs).items()}}
+    for name, on in there.items():
+        if on is None:
+            continue
+        request = replace(on.request, search_s=search_s / len(there))
+        schedule, lengths = ZERO_BUBBLE.name, slices
+        found: tuple[str | Schedule, tuple[int, ...]] | None = None
+        if lengths is None:
+            try:
+                plan = choose_plan(on, AUTO, request.search_s)
+            except ConfigError:  # it does not fit
+                continue
+            found = None if plan.order is None else (plan.runs, plan.slices)
+            named = plan if plan.order is None else min(plan.losing, key=lambda each: (not each.fits, each.step_s))
+            schedule, lengths = named.schedule, named.slices
+        elif search_s and not why_not(times := request.times(on.source.cost(on.sequences)), schedule, lengths):
+            better = improve(times, request, schedule, [lengths])
+            found = None if better is None else (given(better.order), lengths)
+        if name:
+            yield row(on, f"{schedule}{name}, 2 stages a place, {len(lengths)} slices", schedule, lengths)
+        if found is not None:
+            yield row(on, f"{SEARCHED}{name}, {len(found[1])} slices", *found)
 
 
 def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
+from ds_terapipe.schedule import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,34 +206,86 @@ class Measured:
         return self.measured.memory
 
 
-Source: TypeAlias = Analytic | Measured | Units
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Another source with several stages on each of its places: each has an equal part of the place's layers."""
+
+    whole: Analytic | Units
+    placement: Placement
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model."""
+        return len(self.placement.stages)
+
+    @property
+    def text(self) -> str:
+        """Description of the source."""
+        return self.whole.text
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """The same for a plan's file."""
+        return self.whole.about
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step after its last action."""
+        return self.whole.overhead_s
+
+    @property
+    def device_gb(self) -> float | None:
+        """Memory of a device in 1e9 bytes."""
+        return self.whole.device_gb
+
+    def cost(self, sequences: int) -> Cost:
+        """Return the cost of micro-batches of so many sequences."""
+        found = chunked(self.whole, sequences, self.placement)
+        assert found is not None  # as it was asked for
+        return found
+
+    def memory(self, sequences: int) -> MemoryModel | None:
+        """Return the memory of micro-batches of so many sequences."""
+        layout = _layout(self.whole, self.placement) if isinstance(self.whole, Analytic) else None
+        return None if layout is None else layout.memory(sequences)
 
 
-def chunked(source: Source, sequences: int, chunks: int) -> Cost | None:
-    """Return costs whose stages are the virtual stages of an interleaved schedule; None where layers do not divide."""
-    if not isinstance(source, Analytic):
-        return _Parts(source.cost(sequences), source.stages, chunks)
+Source: TypeAlias = Analytic | Measured | Units | Placed
+
+
+def chunked(source: Source, sequences: int, placement: Placement) -> Cost | None:
+    """Return costs of several stages on each place of a source; None where layers do not divide."""
+    if isinstance(source, Analytic):
+        layout = _layout(source, placement)
+        return None if layout is None else layout.cost(sequences)
+    return None if isinstance(source, Placed) else _Parts(source.cost(sequences), placement)
+
+
+def _layout(source: Analytic, placement: Placement) -> Analytic | None:
+    chunks = len(placement.stages) // placement.places
     if any(count % chunks for count in source.layers):
         return None
-    return source.with_layout(tuple(count // chunks for _ in range(chunks) for count in source.layers)).cost(sequences)
+    return source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
 
 
 class _Parts:
     """Virtual stages, each a part of a stage whose layers are not known."""
 
-    def __init__(self, whole: MeasuredCost | UnitCost, stages: int, chunks: int) -> None:
-        self._whole, self._stages, self._share = whole, stages, 1 / chunks
+    def __init__(self, whole: MeasuredCost | UnitCost, placement: Placement) -> None:
+        self._whole, self._placement = whole, placement
+        self._share = placement.places / len(placement.stages)
         self.sequences, self.max_length = whole.sequences, whole.max_length
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.forward(stage % self._stages, length, context) * self._share
+        return self._whole.forward(self._placement.place_of(stage), length, context) * self._share
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.backward(stage % self._stages, length, context) * self._share
+        return self._whole.backward(self._placement.place_of(stage), length, context) * self._share
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
-        return self._whole.weights(stage % self._stages, length) * self._share
+        return self._whole.weights(self._placement.place_of(stage), length) * self._share
 
     def message(self, boundary: int, length: Tokens) -> Tokens:
-        # from the last device back to the first nothing was measured: the last boundary stands for it
-        return self._whole.message(min(boundary % self._stages, self._stages - 2), length)
+        # between the last device and the first nothing was measured: the boundary at the first one stands for it
+        ends = self._placement.place_of(boundary), self._placement.place_of(boundary + 1)
+        return self._whole.message(min(*ends, self._placement.places - 2), length)

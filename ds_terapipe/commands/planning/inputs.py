@@ -102,6 +102,9 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         "cluster's memory, weights and optimiser counted, or what was free when it was measured)",
     )
     shape.add_argument(
+        "--search", type=float, default=10.0, metavar="SECONDS", help="search for a better order (default: 10; 0: none)"
+    )
+    shape.add_argument(
         "--weight-gradients",
         choices=("micro_batch", "slice"),
         help="made once per micro-batch (default) or with each slice",
@@ -123,8 +126,10 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     data, config = _configuration(options.ds_config)
     given = _Given(options, config, data, plan, [])
     source = given.source(unit_costs)
-    if plan is not None and source.stages != plan.stages:
-        raise bad_value("--plan", plan.stages, f"for the {source.stages} stages that the costs are for", "another plan")
+    if plan is not None and source.stages != _places(plan) and source.stages != plan.stages:
+        raise bad_value(
+            "--plan", _places(plan), f"for the {source.stages} stages that the costs are for", "another plan"
+        )
     given.check_unused(source)
     sequences, micro_batches = batch(options, data, source, plan)
     memory_gb, memory = given.memory_gb, source.memory(sequences)
@@ -162,13 +167,13 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     )
 
 
-def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
-    """Return the best plan for the inputs, under ``schedule`` only if given.
+def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0.0) -> Plan:
+    """Return the best plan for the inputs, under ``schedule`` only if given; ``search_s`` as in a `Request`.
 
     Raises:
         ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
     """
-    request = inputs.request if schedule is None else replace(inputs.request, schedule=schedule)
+    request = replace(inputs.request, schedule=schedule or inputs.request.schedule, search_s=search_s)
     try:
         return choose(inputs.source.cost(inputs.sequences), request)
     except ConfigError as error:
@@ -180,6 +185,11 @@ def choose_plan(inputs: Inputs, schedule: str | None = None) -> Plan:
         raise
 
 
+def _places(plan: Plan) -> int:
+    """Return the number of places of a plan."""
+    return plan.stages if plan.placement is None else plan.placement.places
+
+
 def check_numbers(options: argparse.Namespace) -> None:
     """Raises ConfigError for a number that none of the arguments of `add_inputs` can be."""
     whole = ("stages", "tensor_parallel", "data_parallel", "sequences", "micro_batches", "seq_length", "granularity")
@@ -187,6 +197,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
+    if not (options.search >= 0 and math.isfinite(options.search)):
+        raise bad_value("--search", options.search, "a number of seconds, or 0", "10")
     value = options.memory_gb
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise bad_value("--memory-gb", value, "a positive number of 1e9 bytes", "e.g. 16")
@@ -235,7 +247,7 @@ class _Given(NamedTuple):
     @property
     def stages(self) -> int | None:
         """Number of stages, None if nothing says it."""
-        return self.options.stages or (self.plan.stages if self.plan else None)
+        return self.options.stages or (_places(self.plan) if self.plan else None)
 
     def seq_length(self, source: Source) -> int:
         """Tokens of a sequence."""

@@ -19,13 +19,14 @@ from torch import nn
 
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.elastic.moves.reshape import Reshape
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import ConfigError, bad_value, named
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import check_inside, make_alike
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.teardown import shape_groups
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.plan.result import Plan
 from ds_terapipe.process_groups import close_groups
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Placement
@@ -52,6 +53,36 @@ class _Groups:
     def given(self) -> list[Any]:
         """The argument."""
         return self.param_groups if self._grouped else self.param_groups[0]["params"]
+
+
+def as_planned(settings: TokenPipelineConfig, watchdog: Watchdog) -> TokenPipelineConfig:
+    """Return the settings with the placement of the plan of ``plan_path``; collective.
+
+    Raises:
+        ConfigError: on every rank, a plan that cannot be read.
+    """
+    path = settings.plan_path
+    if path is None:
+        return settings
+    consensus = Consensus(watchdog)
+
+    def read() -> Placement | None:
+        with named(f"{TOKEN_PIPELINE}.plan_path"):
+            return Plan.load(path).placement
+
+    try:
+        placement: Placement | None = consensus.decide(read)
+    finally:
+        close_groups([consensus.group], consensus)
+    if placement is None:
+        return settings
+    for name in ("interleaved", "v"):
+        there = settings.model_copy(
+            update={"stages_per_place": len(placement.stages) // placement.places, "placement": name}
+        )
+        if [stage.place for stage in placement.stages] == list(places_of(placement.places, there)):
+            return there
+    return settings
 
 
 def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watchdog: Watchdog) -> None:
@@ -94,7 +125,7 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
 def places_of(places: int, settings: TokenPipelineConfig) -> tuple[int, ...]:
     """Return the place of each stage."""
     if settings.placement == "v":
-        return (*range(places), *reversed(range(places)))
+        return tuple(stage.place for stage in Placement.v(places).stages)
     return tuple(stage.place for stage in Placement.interleaved(places, settings.stages_per_place).stages)
 
 

@@ -169,4 +169,4 @@ class AutoSlices:
 
 def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> SlicePlan:
     """Scale a plan to sequences that are not all as long as its own."""
-    return SlicePlan(plan.slices if min(lengths) == longest else len(plan.slices), plan.schedule)
+    return SlicePlan(plan.slices if min(lengths) == longest else len(plan.slices), plan.runs)

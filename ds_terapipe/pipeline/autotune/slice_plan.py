@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ds_terapipe.schedule import Schedule
 from ds_terapipe.tracing.chrome import Event
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -22,7 +23,7 @@ class SlicePlan(NamedTuple):
     """
 
     slices: int | tuple[int, ...]
-    schedule: str
+    schedule: str | Schedule
     timed: bool = False
     recorded: bool = False
     times_layers: bool = False

@@ -104,8 +104,9 @@ def planned_steps(plan: Plan, planner: Planner, rivals: Sequence[Plan] = ()) -> 
     if slice_plan(settled) != slice_plan(plan):
         what = "uncut" if len(settled.slices) == 1 else f"{compact(settled.slices)} tokens in {settled.schedule}"
         planner.say(f"plan: {what}, a step took {seconds_text(settled.step_s)}: used instead")
+    trained = Turn(slice_plan(settled), settled)
     while True:
-        yield Turn(slice_plan(settled), settled)
+        yield trained
 
 
 def winner(taken: Sequence[Sequence[float]], worse: float) -> int:
@@ -127,4 +128,4 @@ def winner(taken: Sequence[Sequence[float]], worse: float) -> int:
 
 def slice_plan(plan: Plan) -> SlicePlan:
     """Return the slices and the schedule of a plan."""
-    return SlicePlan(plan.slices, plan.schedule)
+    return SlicePlan(plan.slices, plan.runs)

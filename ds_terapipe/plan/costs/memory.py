@@ -39,6 +39,7 @@ from ds_terapipe.schedule import (
     Action,
     Op,
     Placement,
+    Schedule,
     Unit,
     covered_slices,
     order,
@@ -127,7 +128,7 @@ class MemoryUse(NamedTuple):
 
 def memory_use(
     model: MemoryModel,
-    schedule: str,
+    schedule: str | Schedule,
     lengths: Sequence[int],
     micro_batches: int,
     weights_once: bool = False,
@@ -137,7 +138,7 @@ def memory_use(
 
     Args:
         model: memory of the tokens.
-        schedule: ``terapipe``, ``1f1b``, or any other that `schedule.order` knows.
+        schedule: ``terapipe``, ``1f1b``, or anything else that `schedule.order` takes.
         lengths: tokens of each slice; the same for all micro-batches.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch (where it is cut).
@@ -239,6 +240,7 @@ def model_from(fields: Fields) -> MemoryModel:
 
 def _peak(model: MemoryModel, where: Placement, row: Sequence[Action], lengths: Sequence[int]) -> MemoryUse:
     """Walk a place's computations and return the memory use at the peak."""
+    row = [action for action in row if action.op.is_compute]
     stages = {stage: _Held(model, where, stage, row, lengths) for stage in sorted({action.stage for action in row})}
     worst = MemoryUse()
     for action in row:

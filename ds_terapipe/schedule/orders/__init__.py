@@ -37,11 +37,12 @@ NAMES = trainable()
 """Schedules that a configuration may name."""
 
 
-def order(name: str, stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:
+def order(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:
     """Computations of one step in the order in which each place runs them.
 
     Args:
-        name: of a schedule: ``terapipe``, ``1f1b``, ``zero_bubble``, ``interleaved``, ``forward_only`` or one of your own.
+        name: of a schedule: ``terapipe``, ``1f1b``, ``zero_bubble``, ``interleaved``, ``forward_only`` or one of your own;
+            or a schedule.
         stages: the placement, or a number of stages, each on its own place.
         slices: number of slices of each micro-batch; they may differ.
 
@@ -62,7 +63,7 @@ def forward_only(stages: int | Placement, slices: Sequence[int]) -> list[list[Ac
     return order(FORWARD_ONLY.name, stages, slices)
 
 
-def peak_live_units(name: str, stages: int | Placement, slices: Sequence[int]) -> list[int]:
+def peak_live_units(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) -> list[int]:
     """Return the largest number of live units on each place: run forward but not yet backward, with activations held.
 
     A unit counts once for each stage that goes backward. With one stage on each place this is the peak, else a bound on it.

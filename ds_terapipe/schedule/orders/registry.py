@@ -26,6 +26,9 @@ class Schedule(NamedTuple):
     bound: Callable[[Placement, Sequence[int]], list[int]]
     title: str = ""
 
+    def __str__(self) -> str:
+        return self.name
+
 
 _SCHEDULES: dict[str, Schedule] = {}
 
@@ -43,8 +46,10 @@ def trainable() -> tuple[str, ...]:
     return tuple(sorted((name for name, schedule in _SCHEDULES.items() if schedule.title), reverse=True))
 
 
-def schedule_named(name: str) -> Schedule:
-    """Return the schedule of that name. Raises ValueError, with the known names, if there is none."""
+def schedule_named(name: str | Schedule) -> Schedule:
+    """Return the schedule of that name, or itself. Raises ValueError, with the known names, if there is none."""
+    if isinstance(name, Schedule):
+        return name
     if name not in _SCHEDULES:
         raise ValueError(f"schedule: got {name!r}, must be one of {', '.join(map(repr, _SCHEDULES))}")
     return _SCHEDULES[name]

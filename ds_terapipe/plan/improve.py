@@ -1,0 +1,150 @@
+"""The order of a plan improved by search (`schedule.search`) over the same costs, and under the same memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
+from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.schedule import Action, Op, given, order, text_of, with_weight_gradients
+from ds_terapipe.schedule.numbered import Numbered, Problem
+from ds_terapipe.schedule.search import search
+
+if TYPE_CHECKING:
+    from ds_terapipe.plan.choose import Request
+
+GAIN = 0.01
+"""Share of the best named order's time that a searched one must save: less is not worth an order without a name."""
+
+_CUTS = (0.25, 0.5, 1.0, 2.0)  # weights of the part of a slice's forward that grows with its context
+_ENOUGH = 4  # micro-batches for each place that leave nothing worth a search
+_LITTLE = 0.02  # of the work: weight gradients that fill no wait
+_LARGE = 12_000  # actions of a step
+
+
+class Improved(NamedTuple):
+    """A searched order: its predicted seconds, its text, and the tokens of each slice."""
+
+    seconds: float
+    order: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+def why_not(times: StepTimes, schedule: str, lengths: Sequence[int]) -> str:
+    """Return why no search pays for a step that is best in these slices; empty where one may."""
+    places, micro_batches = times.placement.places, times.micro_batches
+    if places == 1:
+        return "one place waits for no other"
+    if micro_batches >= _ENOUGH * places:
+        return f"{micro_batches} micro-batches fill {places} places without"
+    if not times.weights_once or len(lengths) == 1:
+        return "weight gradients are not made apart"
+    own = times.slice_seconds(lengths)
+    weights = own.weights.sum() / (own.forward.sum() + own.backward.sum() + own.weights.sum())
+    if weights < _LITTLE:
+        return f"weight gradients are {weights:.0%} of the work"
+    shares = times.simulate(schedule, lengths).bubble_shares
+    if shares["messages"] > shares["fill"] + shares["imbalance"]:
+        return "messages take longer than all other waits"
+    return ""
+
+
+def improve(
+    times: StepTimes, request: Request, schedule: str, cuts: Sequence[tuple[int, ...]], seed: int = 0
+) -> Improved | None:
+    """Return a searched order that saves `GAIN` of the best named one's time; None where none does.
+
+    Args:
+        times: of steps.
+        request: what it is for.
+        schedule: the best named one.
+        cuts: tokens of the slices; those that the schedule has are the first.
+        seed: as in `search`.
+    """
+    most = times.seconds(schedule, cuts[0]) * (1 - GAIN)
+    worth = [cut for cut in dict.fromkeys(cuts) if times.bound(cut) < most]
+    problems = [_problem(times, request, schedule, cut) for cut in worth]
+    if not problems or Numbered(problems[0]).size > _LARGE:
+        return None
+    starts = [order(schedule, times.placement, problems[0].slices)]
+    found = search(problems, starts, request.search_s, seed)
+    if found is None:
+        return None
+    text, lengths = text_of(found.grid), worth[found.problem]
+    made = given(text)
+    seconds = times.seconds(made, lengths)
+    # the search knows only roughly what a step holds
+    return Improved(seconds, text, lengths) if seconds <= most and request.fits(made, lengths) else None
+
+
+def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield cuts into as many slices of equal forward cost, with several weights for what grows with the context."""
+    count, total, quantum = len(lengths), sum(lengths), request.granularity
+    quanta, short = total // quantum, float(request.least)  # the shortest slice whose seconds are known
+    context = np.minimum(quantum * np.arange(quanta, dtype=float), total - short)
+    alone, deeper = np.zeros(quanta), np.zeros(quanta)
+    for stage in range(times.stages):
+        seconds = times.cost.forward(stage, np.full(quanta, short), context)
+        alone += seconds[0]
+        deeper += seconds - seconds[0]
+    for weight in _CUTS:
+        sums = np.cumsum(alone + weight * deeper)
+        ends = np.searchsorted(sums, sums[-1] * np.arange(1, count) / count) + 1
+        counts = np.diff([0, *ends.tolist(), quanta])
+        tokens = [int(each) * quantum for each in counts]
+        cut = (*tokens[:-1], total - sum(tokens[:-1]))
+        if request.allows(cut):
+            yield cut
+
+
+def _problem(times: StepTimes, request: Request, schedule: str, lengths: tuple[int, ...]) -> Problem:
+    """Return the step in these slices as a problem of search."""
+    slices, total = [len(lengths)] * times.micro_batches, sum(lengths)
+    forward, backward, weights, messages = (each.tolist() for each in times.slice_seconds(lengths))
+
+    def seconds(action: Action) -> float:
+        op, stage, unit, _ = action
+        if op is Op.WEIGHT_GRADIENTS:
+            return float(weights[stage] * lengths[unit.slice] / total)
+        return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
+
+    def message(action: Action) -> float:
+        boundary = action.stage if action.op is Op.SEND_FORWARD else action.stage - 1
+        return float(messages[boundary][action.unit.slice])
+
+    apart = times.weights_once and len(lengths) > 1
+    problem = Problem(times.placement, slices, seconds, message, apart=apart)
+    if request.memory is None or request.memory_gb is None:
+        return problem
+    problem = problem._replace(takes=_takes(request.memory, lengths))
+    grid = with_weight_gradients(order(schedule, times.placement, slices), times.placement, None if apart else ())
+    numbered = Numbered(problem)
+    # what is not counted is taken to be as much as in the named order
+    limits = [
+        request.memory_gb * GIGABYTE - use.total + numbered.peak(row)
+        for use, row in zip(request.memory_of(schedule, lengths), numbered.rows_of(grid), strict=True)
+    ]
+    return problem._replace(limits=limits)
+
+
+def _takes(model: MemoryModel, lengths: Sequence[int]) -> Callable[[Action], float]:
+    """Return the bytes that an action takes: activations, operands of weight gradients, keys and values, their gradients."""
+    whole, last = (sum(lengths) if len(lengths) > 1 else 0), len(lengths) - 1
+
+    def takes(action: Action) -> float:
+        own, slice_ = model.stages[action.stage], action.unit.slice
+        length = lengths[slice_]
+        if action.op is Op.WEIGHT_GRADIENTS:
+            return -own.weight_gradients * length
+        if action.op is Op.FORWARD:
+            return own.activations * length + own.keys_values * whole * (slice_ == 0)
+        return (
+            (own.weight_gradients - own.activations) * length
+            + own.key_value_gradients * whole * (slice_ == last)
+            - (own.key_value_gradients + own.keys_values) * whole * (slice_ == 0)
+        )
+
+    return takes

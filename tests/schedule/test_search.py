@@ -1,0 +1,156 @@
+"""Searched orders: valid on any placement and under any limit, near the bounds; and orders as text."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_terapipe.schedule import (
+    Action,
+    Op,
+    Placement,
+    Unit,
+    check_text,
+    complete,
+    grid_from,
+    order,
+    replay,
+    text_of,
+    validate,
+    with_messages,
+)
+from ds_terapipe.schedule import given as schedule_of
+from ds_terapipe.schedule.greedy import Rule, greedy
+from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.numbered import Numbered, Problem
+from ds_terapipe.schedule.search import search
+from tests.schedule import strategies
+
+
+def attention_cut(placement, micro_batches, slices, share, weight):
+    """A step of sequences whose attention is a share of a forward, cut so that slices have equal (1 - a) l + w a (of context)."""
+    part, stages = 1 - share, len(placement.stages) // placement.places
+    whole = part + weight * share
+    root, share = part * part, 2 * weight * share
+    ends = [(math.sqrt(root + 2 * share * whole * i / slices) - part) / share for i in range(slices + 1)]
+    linear = [part * (b - a) / stages for a, b in itertools.pairwise(ends)]
+    context = [share / (2 * weight) * (b * b - a * a) / stages for a, b in itertools.pairwise(ends)]
+    factor = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT_GRADIENTS: 0}
+    return Problem(
+        placement, [slices] * micro_batches, lambda a: linear[a.unit.slice] + factor[a.op] * context[a.unit.slice]
+    )
+
+
+# attention 30% of a forward: places, micro-batches, slices; time / ideal (1.118 without moves), seconds of the search
+BOUNDS = {(8, 2, 8): (1.116, 0.4), (16, 2, 16): (1.14, 0.2)}
+
+
+@pytest.mark.parametrize("shape", BOUNDS, ids=str)
+def test_attention_weighted_steps_come_near_their_ideal(shape):
+    (places, micro_batches, slices), (most, seconds) = shape, BOUNDS[shape]
+    problems = [
+        attention_cut(Placement.v(places), micro_batches, slices, 0.3, weight) for weight in (0.5, 0.25)[: 16 // places]
+    ]
+    found = search(problems, seconds=seconds)
+    ideal = micro_batches * (3 * 0.7 + 3 * 0.3)
+    assert found is not None and found.seconds <= most * ideal
+    assert places == 16 or search(problems, seconds=seconds) == found
+
+
+@pytest.mark.parametrize(("micro_batches", "most"), [(8, 1.146), (16, 1.073), (32, 1.0365)])
+def test_uncut_steps_of_two_stages_a_place_are_as_good_as_pytorchs_best(micro_batches, most):
+    problem = Problem(
+        Placement.v(8), [1] * micro_batches, lambda action: 0.5, limits=[32.0] * 8
+    )  # 8 micro-batches live
+    found = search([problem], seconds=0.15)
+    assert found is not None and found.seconds <= most * 3 * micro_batches
+
+
+places = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4)) | st.builds(
+    Placement.v, st.integers(1, 8)
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    places | strategies.placements(), strategies.few_slices.map(lambda slices: slices[:3]), st.booleans(), st.randoms()
+)
+def test_every_searched_order_is_valid_in_the_limit_and_comes_to_its_end(placement, slices, apart, random):
+    times: dict[Action, float] = collections.defaultdict(lambda: random.uniform(0.1, 2))
+    messages = random.choice([None, lambda action: 0.3])
+    problem = Problem(placement, slices, times.__getitem__, messages, apart=apart)
+    trained = [sum(map(placement.goes_backward, placement.stages_on(p))) for p in range(placement.places)]
+    # all of the longest micro-batch, and one unit more
+    problem = problem._replace(limits=[2.0 * each * (max(slices) + random.choice([0, 1, 99])) for each in trained])
+    found = search([problem], seconds=1e-4)
+    if found is None and placement.forward_only:
+        return  # list scheduling lets such stages run ahead
+    assert found is not None
+    validate(found.grid, slices, None, placement)
+    lowered = complete(found.grid, placement)
+    assert replay(lowered, problem.durations(lowered), messages, placement).makespan == pytest.approx(found.seconds)
+    assert (of := Numbered(problem)).fit(of.rows_of(found.grid))
+    text = text_of(found.grid)
+    assert grid_from(text) == found.grid == schedule_of(text).order(placement, slices)
+    check_text(text, placement, slices)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 4), strategies.few_slices.map(lambda slices: slices[:3]), st.randoms())
+def test_numbered_times_are_those_of_a_replay(stages, slices, random):
+    times: dict[Action, float] = collections.defaultdict(lambda: random.uniform(0.1, 2))
+    placement = Placement.plain(stages)
+    problem = Problem(placement, slices, times.__getitem__, times.__getitem__)
+    of = Numbered(problem)
+    rows = greedy(of, Rule(2, False))
+    assert rows is not None and of.rows_of(of.grid_of(rows)) == rows and (found := of.times(rows)) is not None
+    taken = replay(complete(of.grid_of(rows), placement), problem.seconds, problem.message, placement).makespan
+    assert found.makespan == pytest.approx(taken) and of.times(rows, taken * 0.99) is None
+
+
+def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
+    problem = attention_cut(Placement.plain(4), 2, 4, 0.6, 1.0)._replace(limits=[13.0] * 4)
+    found, of = search([problem], seconds=0.3), Numbered(problem)
+    assert found is not None and of.fit(of.rows_of(found.grid))
+    early = [[Action(op, 0, Unit(m, 0)) for op in (Op.FORWARD, Op.BACKWARD) for m in range(8)]]
+    early += [[Action(op, 1, Unit(m, 0)) for m in range(8) for op in (Op.FORWARD, Op.BACKWARD)]]
+    assert queue_deadlock(complete(early)) and not queue_deadlock(with_messages(early, None, lambda action: 1.0))
+
+
+def test_orders_of_one_time_leave_slack_between_warm_ups():
+    of = Numbered(Problem(Placement.plain(2), [1] * 4, lambda action: 1.0, apart=False))
+    loose, tight = (of.rows_of(grid) for grid in (order("1f1b", 2, [1] * 4), order("terapipe", 2, [1] * 4)))
+    assert (of.tight(loose), of.tight(tight)) == (0, 1)
+
+
+LINES = ("0F0.0 0F0.1 0B0.1 0W0.1 0B0.0 0W0.0", "1F0.0 1F0.1 1B0.1 1B0.0 1W0.0")
+
+
+@pytest.mark.parametrize(
+    ("line", "was", "becomes", "says"),
+    [
+        (0, "0B0.1", "0X0.1", "place 0: action: got '0X0.1', must be <stage>"),
+        (1, "1F0.0 1F0.1", "1F0.1 1F0.0", "stage 1, 1F0.1: 1F0.1 needs 1F0.0 before it: slices"),
+        (0, " 0B0.0 0W0.0", "", "stage 0, end: 0B0.0 is missing"),
+        (1, LINES[1], LINES[1] + " 1F1.0", "stage 1, 1F1.0: 1F1.0 names a unit that does not exist"),
+    ],
+)
+def test_an_order_is_read_as_it_is_written_or_refused_in_one_line(line, was, becomes, says):
+    lines = [text.replace(was, becomes) if index == line else text for index, text in enumerate(LINES)]
+    with pytest.raises(ValueError, match="^" + says.replace(".", r"\.")) as raised:
+        check_text(lines, Placement.plain(2), [2])
+    assert "\n" not in str(raised.value)
+
+
+def test_an_order_leaves_out_slices_that_a_micro_batch_does_not_have():
+    grid = schedule_of(LINES).order(Placement.plain(2), [1])
+    assert text_of(grid) == ("0F0.0 0B0.0 0W0.0", "1F0.0 1B0.0 1W0.0")
+    with pytest.raises(ValueError, match="got 1 lines, must be one for each of 2 places"):
+        check_text(LINES[:1], Placement.plain(2), [2])
+    with pytest.raises(ValueError, match="no backward pass"):
+        check_text(("0F0.0", "1F0.0"), Placement.plain(2), [1])
