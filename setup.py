@@ -67,7 +67,17 @@ setup(
     extras_require={
         "megatron": ["megatron-core>=0.16,<0.20"],
         "hf": ["transformers>=5.0,<6", "safetensors", "peft>=0.18,<1"],
-        "dev": ["accelerate", "hypothesis", "mypy", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "tensorboard"],
+        "dev": [
+            "accelerate",
+            "fastjsonschema",
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+            "tensorboard",
+        ],
     },
     entry_points={
         "torch.backends": ["ds_terapipe = ds_terapipe.autoload:load"],
