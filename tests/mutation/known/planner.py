@@ -34,7 +34,7 @@ KNOWN = (
     Known("the engine cuts equally", "pipeline.batch", "slice_lengths(length, slices, self",
           "slice_lengths(length, slices if isinstance(slices, int) else len(slices), self",
           "tests/pipeline/test_set_slices.py -k next_step"),
-    Known("the engine runs its default schedule", "pipeline.step_grid", "else order(name, placement, slices)",
+    Known("the engine runs its default schedule", "pipeline.step_grid", "else order(schedule, placement, slices)",
           'else order("1f1b", placement, slices)', "tests/pipeline/test_set_slices.py -k next_step"),
     Known("plan_path is not read", _AUTO, "        if config.plan_path is not None:\n", "        if False:\n",
           _CUTTING + "'planned_is_what_runs and plan]'"),
