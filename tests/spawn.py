@@ -127,11 +127,7 @@ def is_over(begin: float, seconds: float) -> bool:
 
 
 def launch(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 120.0,
-    env: Mapping[str, str] | None = None,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
 ) -> list[RankResult]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
 
@@ -143,11 +139,7 @@ def launch(
 
 
 def _launch(
-    function: Callable[..., Any],
-    world_size: int,
-    args: tuple[Any, ...],
-    timeout: float,
-    env: Mapping[str, str] | None = None,
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, env: Mapping[str, str] | None = None
 ) -> list[RankResult]:
     results: dict[int, RankResult] = {}
     with _running(functools.partial(_report, function, args), world_size, env=env) as folder:
@@ -168,27 +160,18 @@ def _launch(
     return [results[rank] for rank in range(world_size)]
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
-) -> list:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list:
     """Return the values of ranks that must succeed, see :func:`launch`; raise AssertionError with their tracebacks."""
     return _values(launch(function, world_size, *args, timeout=timeout, **options))
 
 
-def values_of(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any
-) -> list[Any]:
+def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
     return _values(_launch(function, world_size, args, timeout, **options))
 
 
 def launched(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 120.0,
-    folder: bool = False,
-    **options: Any,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, folder: bool = False, **options: Any
 ) -> Any:
     """A fixture of a module: what :func:`run_ranks` returns. The launch begins when collection is over (``tests/pool.py``).
 
@@ -224,11 +207,7 @@ def _values(results: list[RankResult]) -> list[Any]:
 
 
 def run_to_exit(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 60.0,
-    env: Mapping[str, str] | None = None,
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
 ) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 
@@ -411,9 +390,7 @@ def _jobs(children: dict[int, Path]) -> Iterator[dict[str, Any]]:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # a launch that failed while it began has taken its folder away
+            with contextlib.suppress(FileNotFoundError):  # a launch that failed while it began has taken its folder away
                 _put(children.pop(pid), json.dumps([os.waitstatus_to_exitcode(status), time.monotonic()]).encode())
 
 

@@ -125,8 +125,7 @@ ranks = launched(measure, 2, timeout=300)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in ("fp32", "bf16, ZeRO-1") else [pytest.mark.full]) for name in LAUNCHES],
+    "name", [pytest.param(name, marks=[] if name in ("fp32", "bf16, ZeRO-1") else [pytest.mark.full]) for name in LAUNCHES]
 )
 def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
     checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings(**LAUNCHES[name])))
@@ -224,11 +223,7 @@ ERRORS: dict[str, tuple[int, dict[str, Any], str]] = {
     "a value": (2, {"token_pipeline": {"slices": -3}}, refusal_of(slices=-3)),
     "a key of DeepSpeed's": (2, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1"),
     "a world": (3, {}, "num_stages (2) must divide distributed world size (3)"),
-    "slices": (
-        2,
-        {"token_pipeline": {"slices": [40, 4]}},
-        "add up to 44 tokens, must add up to the sequence length 48",
-    ),
+    "slices": (2, {"token_pipeline": {"slices": [40, 4]}}, "add up to 44 tokens, must add up to the sequence length 48"),
 }
 
 

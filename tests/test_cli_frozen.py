@@ -141,10 +141,7 @@ def test_bad_arguments_are_one_line(capsys, measured, arguments, message):
     ("change", "message"),
     [
         ({"layers": None}, "layers: missing, must be the seconds of single layers, use --model"),
-        (
-            {"measured_on": {"placement": FROZEN}},
-            "placement: got stages that only go forward, must be a measurement with",
-        ),
+        ({"measured_on": {"placement": FROZEN}}, "placement: got stages that only go forward, must be a measurement with"),
     ],
 )
 def test_measurements_of_no_use_are_one_line(capsys, measured, change, message):

@@ -58,9 +58,7 @@ def model(tmp_path):
 @pytest.fixture
 def measured(tmp_path):
     cost, points = ExampleCost([1.0, 1.5], link=1e-7), sample_points(512, 8)
-    stages = [
-        StageCost([Sample(n, c, cost.forward(k, n, c), cost.backward(k, n, c)) for n, c in points]) for k in range(2)
-    ]
+    stages = [StageCost([Sample(n, c, cost.forward(k, n, c), cost.backward(k, n, c)) for n, c in points]) for k in range(2)]
     memory = MemoryModel(tuple(StageMemory(activations=1e5) for _ in range(2)))
     about = {"ranks": {"pipe": 2, "data": 1, "model": 1}, "overhead_s": 0.25, "weight_gradients": "slice"}
     MeasuredCost(stages, [[(8, 1e-6), (512, 5e-5)]], 1, about, memory).save(tmp_path / "costs.json")
@@ -179,9 +177,7 @@ def test_schedules_are_compared(tmp_path, capsys):
     assert set(rows) == {"1f1b1", "interleaved1", *(f"{name}4" for name in NAMES)}
     assert len(each) == len(rows) + 2  # of two stages on each place
     searched = figures(capsys, *arguments[:-2], 2, "--slices", 4, "--weight-gradients", "micro_batch")["schedules"]
-    assert [row["predicted_step_s"] for row in searched if row["schedule"] == "searched"][-1] < searched[2][
-        "predicted_step_s"
-    ]
+    assert [row["predicted_step_s"] for row in searched if row["schedule"] == "searched"][-1] < searched[2]["predicted_step_s"]
     # (K - 1) (f + b) divided by nothing, by two chunks, by four slices
     expected = {"1f1b1": 21, "interleaved1": 16.5, "terapipe4": 14.25, "1f1b4": 14.25}
     assert {name: rows[name]["predicted_step_s"] for name in expected} == pytest.approx(expected)

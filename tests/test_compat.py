@@ -46,9 +46,7 @@ def test_missing_names_are_noticed_and_none_is_listed_twice():
 VERSIONS = {"0.19.8+abc123": False, "0.19.12": False, "0.19.7": True, "0.20.0": True}
 
 
-@pytest.mark.parametrize(
-    ("version", "rank", "said"), [*((v, "0", said) for v, said in VERSIONS.items()), ("0.20.0", "1", False)]
-)
+@pytest.mark.parametrize(("version", "rank", "said"), [*((v, "0", said) for v, said in VERSIONS.items()), ("0.20.0", "1", False)])
 def test_a_version_that_no_test_ran_on_is_said_once_by_one_rank(monkeypatch, caplog, version, rank, said):
     monkeypatch.setattr("deepspeed.__version__", version)
     monkeypatch.setattr(compat, "_SAID", set())
@@ -112,9 +110,7 @@ def set_by_constructor(engine_class: type) -> set[str]:
         function = inspect.unwrap(todo.pop())
         source = "" if function in seen else textwrap.dedent(inspect.getsource(function))
         for node in (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Attribute)):
-            method = (
-                inspect.getattr_static(engine_class, node.attr, None) if ast.unparse(node.value) == "self" else None
-            )
+            method = inspect.getattr_static(engine_class, node.attr, None) if ast.unparse(node.value) == "self" else None
             if isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
                 found.add(node.attr)
             elif inspect.isfunction(method) and method.__module__.startswith("deepspeed"):

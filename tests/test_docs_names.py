@@ -65,9 +65,7 @@ def test_every_subcommand_is_shown() -> None:
     assert named == set(action.choices)
 
 
-@pytest.mark.parametrize(
-    ("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")]
-)
+@pytest.mark.parametrize(("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")])
 def test_files_of_the_docs_are_what_their_script_writes(script: str, of: str, pattern: str) -> None:
     """And there is no picture that a script does not draw."""
     made = runpy.run_path(str(ROOT / "docs" / f"{script}.py"))
@@ -136,9 +134,7 @@ def test_links() -> None:
         assert not anchor or anchor in anchors, link.where
 
 
-BANNED = re.compile(
-    r"\b(?i:nobody|whoever|lest|anew)\b|(?:^|(?<=[.:;|] ))What (?!is |does |do |are |to |can |about )[a-z]", re.M
-)
+BANNED = re.compile(r"\b(?i:nobody|whoever|lest|anew)\b|(?:^|(?<=[.:;|] ))What (?!is |does |do |are |to |can |about )[a-z]", re.M)
 LONGEST_PAGE, LONGEST_PARAGRAPH = 12_000, 500
 
 
@@ -151,12 +147,6 @@ def test_a_page_is_short_and_plain(name: str) -> None:
         return
     assert len(text.encode()) <= LONGEST_PAGE
     if name.startswith(("docs/tutorials/", "docs/how-to/", "docs/explanation/")):
-        parts = re.split(
-            r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
-        )
-        long = [
-            part
-            for part in parts
-            if len(" ".join(part.split())) > LONGEST_PARAGRAPH and not part.lstrip().startswith("|")
-        ]
+        parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+        long = [part for part in parts if len(" ".join(part.split())) > LONGEST_PARAGRAPH and not part.lstrip().startswith("|")]
         assert not long, long[0]

@@ -205,9 +205,7 @@ def test_an_environment_that_somebody_else_made_is_left_alone(environment, tmp_p
 
 def test_the_op_can_be_built_ahead_and_its_sources_come_with_the_package(tmp_path):
     source, target, cache, compiler = (tmp_path / name for name in ("source", "installed", "cache", "c++"))
-    kept_out = shutil.ignore_patterns(
-        ".git", ".venv*", "build", "runs", "tests", "*.egg-info", "__pycache__", ".*_cache"
-    )
+    kept_out = shutil.ignore_patterns(".git", ".venv*", "build", "runs", "tests", "*.egg-info", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, source, ignore=kept_out)
     compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')  # in a fourth of the time
     compiler.chmod(0o755)

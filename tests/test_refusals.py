@@ -141,10 +141,7 @@ LAYERS = {
     ),
     "bidirectional attention": (lambda: Plain(is_bidirectional=True), "attention that is not causal"),
 }  # fmt: skip
-FINE = {
-    "num_experts": 1,
-    "config": SimpleNamespace(sequence_parallel=False, context_parallel_size=1, use_flash_attn=False),
-}
+FINE = {"num_experts": 1, "config": SimpleNamespace(sequence_parallel=False, context_parallel_size=1, use_flash_attn=False)}
 FINE |= dict.fromkeys(("use_flash_attn", "sequence_parallel", "is_moe_model", "use_rotary_position_embeddings"), False)
 ELASTIC = {"elastic_pipeline": {"resize": {"policy": "off"}}}
 

@@ -165,10 +165,7 @@ assert raised(initialize, model=linear, config="no_such_file.json")[0] == "Value
 
 
 def test_an_explicit_import_brings_the_hook_where_pytorch_runs_none(tmp_path):
-    run(
-        "import ds_terapipe\nassert ours() == HOOK_MODULES\nassert kind(engine(deepspeed.initialize, KEY)) == OURS",
-        tmp_path,
-    )
+    run("import ds_terapipe\nassert ours() == HOOK_MODULES\nassert kind(engine(deepspeed.initialize, KEY)) == OURS", tmp_path)
 
 
 def test_switched_off_deepspeed_is_left_alone(tmp_path):

@@ -56,6 +56,4 @@ def _names(code: CodeType) -> set[str]:
 def _is_starter(value: Any) -> bool:
     if isinstance(value, ModuleType):
         return value in _STARTERS
-    return (
-        getattr(value, "__module__", None) in {module.__name__ for module in _STARTERS} and value is not spawn.free_port
-    )
+    return getattr(value, "__module__", None) in {module.__name__ for module in _STARTERS} and value is not spawn.free_port

@@ -188,9 +188,7 @@ def train(run: Run) -> dict[str, float | None]:
     count = min(VALIDATION_SAMPLES, run.samples, len(corpus.validation)) // MICRO_BATCH * MICRO_BATCH
     samples = MaskedSamples(corpus.validation, count, VALIDATION_SEED)  # the same for every run
     with torch.no_grad():
-        loss = statistics.fmean(
-            float(masked_loss(model, *samples.batch(at, MICRO_BATCH))) for at in range(0, count, MICRO_BATCH)
-        )
+        loss = statistics.fmean(float(masked_loss(model, *samples.batch(at, MICRO_BATCH))) for at in range(0, count, MICRO_BATCH))
     return {"loss": loss if math.isfinite(loss) else None}
 
 

@@ -281,9 +281,7 @@ class Lines:
         return {self.kind(**line.pop("run")): line for line in lines if self.settings in (None, line.pop("settings"))}
 
 
-def sweep(
-    needed: Callable[[Any], list[Any]], make: Callable[[Any], dict[str, Any]], lines: Lines, jobs: int = 1
-) -> Any:
+def sweep(needed: Callable[[Any], list[Any]], make: Callable[[Any], dict[str, Any]], lines: Lines, jobs: int = 1) -> Any:
     """Make every run that is needed and not in the file, ``jobs`` at a time; the results of all."""
     running: dict[Future[Any], Any] = {}
     with ThreadPoolExecutor(jobs) as pool:

@@ -30,9 +30,7 @@ def test_tables_of_the_docs_have_the_results_and_their_ratios(name: str) -> None
                 assert len(cell) == 1 or cell[1] == pytest.approx(ratio, rel=0.006)
 
 
-@pytest.mark.parametrize(
-    ("name", "plan"), [("", large_batch.Plan()), ("_again", large_batch.Plan((512,), range(3, 9)))]
-)
+@pytest.mark.parametrize(("name", "plan"), [("", large_batch.Plan()), ("_again", large_batch.Plan((512,), range(3, 9)))])
 def test_figures_of_large_batches_in_the_docs_are_what_the_runs_say(name: str, plan: large_batch.Plan) -> None:
     done = Lines(RESULTS / f"large_batch{name}" / "runs.jsonl", large_batch.Run).read()
     text = (ROOT / "docs/explanation/lamb.md").read_text().replace("**", "")

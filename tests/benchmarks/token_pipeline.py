@@ -106,9 +106,7 @@ def one_process(workload: Workload) -> Step:
     return plain_steps(model, workload.micro_batches())
 
 
-def plain_steps(
-    model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor] | None = None
-) -> Step:
+def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor] | None = None) -> Step:
     """Steps of plain PyTorch. ``DistributedDataParallel`` reduces the gradients of the last micro-batch's backward."""
     optimizer, loss_of = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), loss_of or TokenLoss()
     alone = getattr(model, "no_sync", nullcontext)

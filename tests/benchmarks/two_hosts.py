@@ -129,9 +129,7 @@ def tensor_parallel(workload: Workload) -> Step:
     from ds_terapipe.megatron.parallel import initialize_parallel
 
     initialize_parallel(tensor=2)
-    config = ModelParallelConfig(
-        tensor_model_parallel_size=2, use_cpu_initialization=True, perform_initialization=False
-    )
+    config = ModelParallelConfig(tensor_model_parallel_size=2, use_cpu_initialization=True, perform_initialization=False)
 
     def shared(linear: nn.Linear, kind: Any, dimension: int, **options: bool) -> nn.Module:
         made = kind(

@@ -51,10 +51,7 @@ def compute(name: str, arguments: dict[str, Any], outputs: Any, host: Callable[[
     ends = given["cum_seq_q"].tolist(), given["cum_seq_k"].tolist()
     for q0, q1, k0, k1 in zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False):
         q1, k1 = min(q1, q0 + given["max_q"]), min(k1, k0 + given["max_k"])  # a kernel has no threads for more
-        queries, keys = (
-            (lambda t, a=q0, b=q1: t[None, a:b]),
-            (lambda t, a=k0, b=k1: t[None, a:b]),
-        )  # [1, length, heads, d]
+        queries, keys = ((lambda t, a=q0, b=q1: t[None, a:b]), (lambda t, a=k0, b=k1: t[None, a:b]))  # [1, length, heads, d]
         of_keys = {part: keys(given[part]) for part in ("key", "value")}
         of_queries = {part: queries(given[part]) for part in ("query", "grad_out", "out") if part in given}
         if "backward" in name:

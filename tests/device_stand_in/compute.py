@@ -135,10 +135,7 @@ class Compute(TorchDispatchMode):
         if facts.kind == "attention":
             given = {each.name: each.default_value for each in func._schema.arguments}
             attention.compute(
-                func.overloadpacket.__name__,
-                {**given, **dict(zip(facts.arguments, args, strict=False)), **kwargs},
-                out,
-                host,
+                func.overloadpacket.__name__, {**given, **dict(zip(facts.arguments, args, strict=False)), **kwargs}, out, host
             )
             return out
         result = _computed(func, facts, args, kwargs, seed)

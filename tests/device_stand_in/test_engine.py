@@ -157,9 +157,7 @@ stopped_ends = in_background("stopped", 3, lambda: run_to_exit(stopped, 3, timeo
 def test_a_rank_that_stops_ends_the_others(stopped_ends: list[Exit]) -> None:
     for end in stopped_ends[:-1]:
         assert end.code in (1, 70), end.output
-        assert re.search(r"rank \d \(stage \d\) waited .* s for .* of \d\.\d from rank \d in step 1: ", end.output), (
-            end.output
-        )
+        assert re.search(r"rank \d \(stage \d\) waited .* s for .* of \d\.\d from rank \d in step 1: ", end.output), end.output
         assert re.search(r"rank 2: process \d+ is stopped|rank 1 \(stage 1\): ", end.output), end.output
     assert stopped_ends[-1].code == -signal.SIGKILL
 

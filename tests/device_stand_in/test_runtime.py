@@ -65,10 +65,7 @@ def test_random_numbers_follow_their_generator():
 @pytest.mark.parametrize(
     ("left_out", "race"),
     [
-        (
-            "wait_stream",
-            r"aten.mul.Tensor on stream \d+ reads without waiting for aten.ones.default on .*, which writes",
-        ),
+        ("wait_stream", r"aten.mul.Tensor on stream \d+ reads without waiting for aten.ones.default on .*, which writes"),
         (
             "record_stream",
             r"aten.full.default on .* writes without .* aten.mul.Tensor on .*, which reads by the memory's former owner",
@@ -87,9 +84,7 @@ def test_what_a_hand_over_leaves_out_is_found(queues, left_out, race):
 def test_memory_is_counted_as_the_allocator_counts_it():
     counters = _many_queues("memory")
     assert counters["allocated"] == 6 << 20 and counters["reserved"] == counters["used"] == 20 << 20
-    assert (
-        counters["other"] == 20 << 20 and counters["blocks"] == 2 and counters["left"] == 0 and counters["refused"] == 1
-    )
+    assert counters["other"] == 20 << 20 and counters["blocks"] == 2 and counters["left"] == 0 and counters["refused"] == 1
 
 
 @needs_cuda_build

@@ -116,8 +116,7 @@ def step(cache: OutputCache, stage: Stage, *micro_batches: Tensor) -> list[Any]:
     """Outputs of a step; what it keeps has been written when it returns."""
     cache.see(micro_batches)
     found = [
-        cache.outputs(n, each, stage.compute) if cache.active else stage.run(each, 0)
-        for n, each in enumerate(micro_batches)
+        cache.outputs(n, each, stage.compute) if cache.active else stage.run(each, 0) for n, each in enumerate(micro_batches)
     ]
     cache.end()
     for job in cache._writing:
@@ -282,12 +281,7 @@ def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -
     packed = [names(tokens, Documents.of(torch.tensor([[1, 1, 1, 2], [1] * 4, s]))) for s in ([1] * 4, [1, 1, 2, 2])]
     assert [a == b for a, b in zip(*packed, strict=True)] == [True, True, False], "documents are of the sample"
     padded = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.long)], 1)
-    for other in (
-        (tokens, mask, everywhere * 2),
-        (tokens.float(), mask, everywhere),
-        (padded, mask, everywhere),
-        tokens,
-    ):
+    for other in ((tokens, mask, everywhere * 2), (tokens.float(), mask, everywhere), (padded, mask, everywhere), tokens):
         assert not set(before) & set(names(other))
     images = torch.randn(2, 3, 5, 5)
     assert names(images) == names(images.to(memory_format=torch.channels_last))

@@ -66,10 +66,7 @@ BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
 }  # fmt: skip
 MODELS = {
-    "batch": (
-        "resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples",
-        "use 2",
-    ),
+    "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
@@ -233,9 +230,7 @@ def test_what_is_wrong_is_one_line(block: dict[str, Any], message: str) -> None:
 def test_the_block_itself() -> None:
     assert mistake_in(freze={}).startswith('elastic_pipeline: unknown key "freze"')
     for block in (3, None, [8]):
-        with pytest.raises(
-            ConfigError, match=r"elastic_pipeline: got .*, must be a block of keys, use some of enabled"
-        ):
+        with pytest.raises(ConfigError, match=r"elastic_pipeline: got .*, must be a block of keys, use some of enabled"):
             parse({"elastic_pipeline": block})
 
 

@@ -72,8 +72,7 @@ def from_iterators() -> dict[str, Any]:
         if step in CHANGES:
             sizes = [(asked, 7000 + replica * (asked or share), asked or share) for asked in ASKED]
             found["evaluated"][step] = [
-                float(engine.eval_batch(own(range(first, first + each)), num_micro_batches=asked))
-                for asked, first, each in sizes
+                float(engine.eval_batch(own(range(first, first + each)), num_micro_batches=asked)) for asked, first, each in sizes
             ]
     engine.destroy()
     return found

@@ -73,9 +73,7 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
     for name in names:
         case, universal = CASES[name]
         engine = engine_of(
-            replace(case, stages=world_size, resize=()),
-            training_data=Texts(SAMPLES),
-            config=UNIVERSAL if universal else {},
+            replace(case, stages=world_size, resize=()), training_data=Texts(SAMPLES), config=UNIVERSAL if universal else {}
         )
         before = engine.basic_optimizer, engine.lr_scheduler
         path, client = engine.load_checkpoint(f"{folder}/{name}")
@@ -228,9 +226,7 @@ def test_a_universal_checkpoint_that_lacks_something_or_has_it_in_another_group_
     whole = file.read_bytes()
     at = whole.index(torch.ones(2).numpy().tobytes())
     file.write_bytes(whole[:at] + b"x" + whole[at + 1 :])
-    with pytest.raises(
-        ConfigError, match=r"^checkpoint\.load_universal: got .*1\.weight/fp32\.pt \(.*\), must be a whole"
-    ):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load_universal: got .*1\.weight/fp32\.pt \(.*\), must be a whole"):
         universal.check({"0.weight": 0, "1.weight": 1}, {})
     file.write_bytes(whole)
     for groups, buffers, said in (

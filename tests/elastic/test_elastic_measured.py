@@ -208,9 +208,7 @@ def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     [("cpu", {}, False), ("cpu", {"memory_gb": 1}, True), ("cuda", {}, True), ("cuda", {"policy": "off"}, False)],
 )
 def test_memory_of_the_timed_steps_is_measured_where_it_is_limited(device: str, resize: Any, weighs: bool) -> None:
-    engine = mock.MagicMock(
-        device=torch.device(device), elastic_pipeline=parse({"elastic_pipeline": {"resize": resize}})
-    )
+    engine = mock.MagicMock(device=torch.device(device), elastic_pipeline=parse({"elastic_pipeline": {"resize": resize}}))
     selector, begun = ShapeSelector(engine, mock.MagicMock()), []
     with mock.patch("torch.cuda.synchronize"):
         for _ in range(4):

@@ -79,9 +79,7 @@ def test_a_holding_says_what_of_a_layer_may_have_changed() -> None:
 def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     """The device "meta" stands for a GPU: a description with such a tensor would bring the sender's device along."""
     here, there = torch.zeros(()), torch.zeros((), device="meta")
-    assert list(sent_of({"step": here, "moment": torch.zeros(1), "matrix": torch.zeros(2), "rows": (1, 2)})) == [
-        "matrix"
-    ]
+    assert list(sent_of({"step": here, "moment": torch.zeros(1), "matrix": torch.zeros(2), "rows": (1, 2)})) == ["matrix"]
     assert list(sent_of({"step": there, "moment": there, "count": here})) == ["moment", "step"]
     layer = nn.Linear(1, 1, bias=False)
     optimizer: Any = SimpleNamespace(param_groups=[], state={layer.weight: {"step": DeviceSteps(torch.tensor(8.0))}})
@@ -134,9 +132,7 @@ def test_micro_batches_that_cannot_be_divided_are_refused() -> None:
     whole, last = ((torch.zeros(2, 3), torch.zeros(5, 5)), torch.zeros(2)), (torch.zeros(1, 3), torch.zeros(1))
     redistribute._check([whole, whole], 2)
     redistribute._check([whole, last], None)
-    with pytest.raises(
-        ConfigError, match="got a micro-batch of 1 samples, must be of 2 where a reshape divides it, use "
-    ):
+    with pytest.raises(ConfigError, match="got a micro-batch of 1 samples, must be of 2 where a reshape divides it, use "):
         redistribute._check([whole, last], 2)
 
 

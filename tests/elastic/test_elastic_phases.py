@@ -41,9 +41,7 @@ def engine_of(data: Any, block: dict[str, Any] | None = None) -> Any:
     }
     optimizer = {"type": "SGD", "params": {**SGD["params"], "momentum": 0.9}}
     config = {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}, "elastic_pipeline": block}
-    return build_engine(
-        gpt(2), mean_loss, token_pipeline={"slices": 2}, optimizer=optimizer, training_data=data, config=config
-    )
+    return build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2}, optimizer=optimizer, training_data=data, config=config)
 
 
 def trained(engine: Any, steps: int) -> dict[str, Any]:

@@ -121,9 +121,7 @@ def run(case: Case) -> dict[str, Any]:
             found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
     del engine._controller.change
     found["same"] = (
-        are_the_same(objects, objects_of(engine))
-        and engine.basic_optimizer is given
-        and engine.optimizer.optimizer is given
+        are_the_same(objects, objects_of(engine)) and engine.basic_optimizer is given and engine.optimizer.optimizer is given
     )
     found["wrapper"] = type(engine.optimizer).__name__
     engine.destroy()

@@ -21,11 +21,7 @@ _SIZES = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 64,
 }  # fmt: skip
 _GROUPED = {"num_key_value_heads": 2}
-_GEMMA = _GROUPED | {
-    "head_dim": 8,
-    "sliding_window": WINDOW,
-    "final_logit_softcapping": 3.0,
-}  # caps low enough to matter
+_GEMMA = _GROUPED | {"head_dim": 8, "sliding_window": WINDOW, "final_logit_softcapping": 3.0}  # caps low enough to matter
 
 
 def _rope(kind: str, **options: Any) -> dict[str, Any]:

@@ -129,9 +129,7 @@ def test_documents_beside_a_mask_of_ones_are_one_and_that_is_said_once(caplog: p
     assert inputs is GOOD["input_ids"], "types of zeros are left out"
     flattened = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     inputs, labels = hf.batch(flattened([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
-    assert documents_of(inputs).runs[0].tolist() == [[0, 3], [0, 0], [1, 2]] and labels.tolist() == [
-        [-100, 6, 7, -100, 9]
-    ]
+    assert documents_of(inputs).runs[0].tolist() == [[0, 3], [0, 0], [1, 2]] and labels.tolist() == [[-100, 6, 7, -100, 9]]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

@@ -66,9 +66,7 @@ def work(rank: int, world: int, folder: Path) -> dict[str, Any]:
         given = model_of(family) if "given" in name else folder / family
         made = hf.pipeline(given, num_stages=stages, lora=lora(**options), **more)
         begin = weights(made)
-        engine = build_engine(
-            (), None, token_pipeline=block, micro_batches=stages, optimizer=SGD, config=config, made=made
-        )
+        engine = build_engine((), None, token_pipeline=block, micro_batches=stages, optimizer=SGD, config=config, made=made)
         trace = train(engine, [[hf.batch(one) for one in step] for step in steps()])
         engine.save_checkpoint(str(folder / "checkpoints" / name), tag="step")
         hf.save_pretrained(engine, folder / "live" / name)

@@ -20,16 +20,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.record import names_of
 from ds_terapipe.hf.weights import Weights
-from tests.hf.families import (
-    SGD,
-    compared,
-    features,
-    model_of,
-    renamed,
-    train_alone,
-    train_in_pipeline,
-    without_key_biases,
-)
+from tests.hf.families import SGD, compared, features, model_of, renamed, train_alone, train_in_pipeline, without_key_biases
 from tests.pipeline.host_reads import host_reads
 from tests.pipeline.training import Trace, build_engine, worst
 from tests.spawn import launched
@@ -180,9 +171,7 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
             model.save_pretrained(folder)
         torch.distributed.barrier()
     made = hf.pipeline(folder if given == "folder" else theirs, num_stages=2)
-    keys = {
-        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE}}
-    }
+    keys = {"elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE}}}
     steps = [[features(kind, 10 * step + m) for m in range(MICRO_BATCHES)] for step in range(6)]
     losses, stages = [], []
     with mock.patch.object(Weights, "read", side_effect=AssertionError("what trains is read again")):

@@ -137,6 +137,4 @@ def alone(model: Any, tokenizer: Any, text: str, length: int, batch: int, micro_
         return {name: torch.tensor([row[name] for row in taken]) for name in taken[0]}
 
     steps = [[micro_batch() for _ in range(micro_batches)] for _ in range(STEPS)]
-    return train_alone(
-        model, steps, mean_over_step=True, optimizer=partial(torch.optim.AdamW, lr=RATE, weight_decay=0)
-    ).losses
+    return train_alone(model, steps, mean_over_step=True, optimizer=partial(torch.optim.AdamW, lr=RATE, weight_decay=0)).losses

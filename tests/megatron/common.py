@@ -115,10 +115,7 @@ def whole_tensors(
                 torch.testing.assert_close(value, first, rtol=1e-6, atol=1e-8, msg=f"copies of {name} differ")
             elif not torch.equal(value, first):
                 unlike.add(name)
-    return {
-        name: _join([held[place] for place in sorted(held)], *cuts[name]).double().numpy()
-        for name, held in shards.items()
-    }
+    return {name: _join([held[place] for place in sorted(held)], *cuts[name]).double().numpy() for name, held in shards.items()}
 
 
 def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tensor:

@@ -235,9 +235,7 @@ def test_documents_of_a_sample_are_those_of_megatron_core(tmp_path: Path) -> Non
         assert torch.equal(seen[row], ~hidden[0]) and torch.equal(mask[row], loss_mask)
         assert torch.equal(positions[row], expected)
     assert (positions[:, 1:] == 0).any() and (mask == 0).any()
-    with pytest.raises(
-        ConfigError, match="--reset-attention-mask: got a model without token_pipeline, must have that key"
-    ):
+    with pytest.raises(ConfigError, match="--reset-attention-mask: got a model without token_pipeline, must have that key"):
         GPTLayer.forward(SimpleNamespace(_several=True), text)
 
 

@@ -59,9 +59,7 @@ class Rule(NamedTuple):
 
     def size(self, ratio: float) -> float:
         corrects = self.has(CORRECT_STEP)
-        return (
-            self.lr * ratio * (math.sqrt(1 - self.beta2**self.step) / (1 - self.beta1**self.step) if corrects else 1.0)
-        )
+        return self.lr * ratio * (math.sqrt(1 - self.beta2**self.step) / (1 - self.beta1**self.step) if corrects else 1.0)
 
 
 def gradient_factor(scale: float, max_norm: float, squares: float) -> float:

@@ -117,9 +117,7 @@ class Observed:
         return {"losses": self.losses, "steps": self.steps, "weights": weights, "counted": counted}
 
 
-def whole_run(
-    keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] = (2, 3), stages: int = 2
-) -> dict[Any, Any]:
+def whole_run(keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] = (2, 3), stages: int = 2) -> dict[Any, Any]:
     """All seven steps in one go with checkpoints on the way, and a run that goes on from each of them.
 
     2 is exactly at a switch, 3 inside the phase after it.

@@ -99,8 +99,7 @@ class Case:
         kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         tensors = [t for view in self.arrays for t in view if t is not None]
         return [
-            t.clone().view(kinds[t.element_size()])
-            for t in (*tensors, self.norms, self.ratios, self.control, self.tables.rules)
+            t.clone().view(kinds[t.element_size()]) for t in (*tensors, self.norms, self.ratios, self.control, self.tables.rules)
         ]
 
     def set_control(self, scale: float = 1.0, max_norm: float = 0.0) -> None:

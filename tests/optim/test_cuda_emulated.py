@@ -71,9 +71,7 @@ def test_no_races(tmp_path: Path) -> None:
     assert runs[0].stdout == runs[1].stdout
 
 
-@pytest.mark.parametrize(
-    "index", [pytest.param(i, marks=[] if i == 1 else [pytest.mark.full]) for i in range(len(BARRIERS))]
-)
+@pytest.mark.parametrize("index", [pytest.param(i, marks=[] if i == 1 else [pytest.mark.full]) for i in range(len(BARRIERS))])
 def test_no_barrier_and_no_fence_is_there_for_nothing(tmp_path: Path, index: int) -> None:
     start, end = BARRIERS[index].span()
     program = cuda_emulation.races(tmp_path, KERNELS[:start] + ";" + KERNELS[end:])

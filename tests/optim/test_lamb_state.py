@@ -133,9 +133,7 @@ def test_others_go_on_from_our_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("found", [torch.nan, torch.inf, -torch.inf], ids=str)
-def test_a_step_with_a_bad_gradient_changes_nothing(
-    found: float, backend: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_with_a_bad_gradient_changes_nothing(found: float, backend: str, caplog: pytest.LogCaptureFixture) -> None:
     for clips in (None, 0.5):
         params = parameters()
         optimizer = FusedLamb(groups_of(params), max_grad_norm=clips, backend=backend)

@@ -193,8 +193,7 @@ def test_the_users_configuration_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "clipping", "found"),
-    [({}, 0.7, 0.7), ({"max_grad_norm": None}, None, None), ({"max_grad_norm": 0}, 0.0, 0.0)],
+    ("norm", "clipping", "found"), [({}, 0.7, 0.7), ({"max_grad_norm": None}, None, None), ({"max_grad_norm": 0}, 0.0, 0.0)]
 )
 def test_max_grad_norm_is_gradient_clipping(norm: dict[str, Any], clipping: float | None, found: Any) -> None:
     settings = {**params(**norm), **({} if clipping is None else {"gradient_clipping": clipping})}

@@ -137,9 +137,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale, self.softmax_offset = 1 / math.sqrt(SIZE) / layer_number, None
         self.scale_mask_softmax, self.attention_dropout = ScaleMaskSoftmax(layer_number), nn.Dropout(0.0)
 
-    def forward(
-        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    ):
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         groups = query.shape[2] // key.shape[2]
         key, value = (t.repeat_interleave(groups, dim=2) for t in (key, value))
         scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.softmax_scale

@@ -140,8 +140,7 @@ CANNOT: list[tuple[dict[str, Any], int, str]] = [
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {"numbers": same_numbers(f"{folder}/costs.json"), "odd": odd_steps(), "given": given(folder)}
     found["told"] = [
-        raised(lambda keys=keys, steps=steps: train(auto(**keys), steps_of(steps, MICRO_BATCHES)))
-        for keys, steps, _ in CANNOT
+        raised(lambda keys=keys, steps=steps: train(auto(**keys), steps_of(steps, MICRO_BATCHES))) for keys, steps, _ in CANNOT
     ]
     return found
 

@@ -219,10 +219,7 @@ FOREIGN: dict[str, tuple[Change, str]] = {
     ),
     "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
     "states of other stages": (swap(STATE, STATE_0), "_model_states.pt with other parameter groups"),
-    "no optimizer": (
-        put(STATE, lambda s: {k: s[k] for k in s if k != "optimizer"}),
-        f"{STATE} without the optimizer's state, ",
-    ),
+    "no optimizer": (put(STATE, lambda s: {k: s[k] for k in s if k != "optimizer"}), f"{STATE} without the optimizer's state, "),
     "another optimizer's moments": (put(STATE, other_moments), f"{STATE} with exp_avg of shape [3], must be ["),
 }
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}

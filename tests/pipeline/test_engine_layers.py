@@ -103,9 +103,7 @@ UNEVEN = [11, 4, 9]
 CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 15]), ("auto", 2, True, [7, 2, 15]), ("auto", 3, False, 2)]
 
 
-def differences(
-    specs: list[Any], keys: Any, loss: Any = masked_loss, then: Sequence[Any] = (), **options: Any
-) -> float:
+def differences(specs: list[Any], keys: Any, loss: Any = masked_loss, then: Sequence[Any] = (), **options: Any) -> float:
     """Largest relative difference of losses, gradients and weights between the engine and one process.
 
     After two steps there is one more for each of ``then``, arguments of ``set_slices``.
@@ -156,9 +154,7 @@ class Scaled(Embedding):
 def refused() -> str:
     """The error of one that is trained and cut."""
     with pytest.raises(ConfigError) as raised:
-        build_engine(
-            layers(Scaled, Block, Head), masked_loss, token_pipeline={"slices": 4, "weight_gradients": "slice"}
-        )
+        build_engine(layers(Scaled, Block, Head), masked_loss, token_pipeline={"slices": 4, "weight_gradients": "slice"})
     return str(raised.value)
 
 

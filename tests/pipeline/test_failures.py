@@ -239,9 +239,7 @@ def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits: dict[str, list[E
 
 
 SAID = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
-under_torchrun = in_background(
-    f"{__name__}:torchrun", 2, lambda: torchrun(train, 2, *Case("kill", 1, 2, 2), until=SAID)
-)
+under_torchrun = in_background(f"{__name__}:torchrun", 2, lambda: torchrun(train, 2, *Case("kill", 1, 2, 2), until=SAID))
 
 
 def test_under_torchrun_a_survivor_says_it(under_torchrun: Exit) -> None:

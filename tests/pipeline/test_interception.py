@@ -25,14 +25,7 @@ from ds_terapipe.pipeline.operators.interception import Interception, _users, de
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from tests.pipeline.attention_layers import DotProductAttention
-from tests.pipeline.test_weight_gradients import (
-    assert_same,
-    gradients_of_the_whole,
-    net_of,
-    run_intercepted,
-    run_sliced,
-    take,
-)
+from tests.pipeline.test_weight_gradients import assert_same, gradients_of_the_whole, net_of, run_intercepted, run_sliced, take
 
 WIDTH, ROWS = 6, 12
 TOKENS = torch.randint(0, ROWS, (2, 8), generator=torch.Generator().manual_seed(3))
@@ -135,12 +128,7 @@ class OwnLinear(nn.Linear):
 
 def test_what_is_not_deferred_is_named() -> None:
     table = nn.Embedding(ROWS, WIDTH)
-    deferred = {
-        "model": Model(),
-        "table": table,
-        "norm": nn.LayerNorm(2),
-        "frozen": OwnLinear(2, 2).requires_grad_(False),
-    }
+    deferred = {"model": Model(), "table": table, "norm": nn.LayerNorm(2), "frozen": OwnLinear(2, 2).requires_grad_(False)}
     others = {"own": OwnLinear(2, 2), "heads": nn.MultiheadAttention(4, 2)}
     others |= {"sparse": nn.Embedding(2, 2, sparse=True), "convolution": nn.Conv1d(1, 1, 1)}
     everything = nn.ModuleDict({**deferred, **others})

@@ -130,9 +130,7 @@ def compare(kernel, dtype, rows, columns, kv_heads=2, groups=1, mask=None, scale
     assert all(torch.equal(a, b) for a, b in zip((q, k, v, grad), before, strict=True)), "inputs are written to"
     added = lower_right(rows, columns, window) if mask is None else mask
     assert out.dtype == dtype
-    for name, a, b in zip(
-        ("out", "dq", "dk", "dv"), (out, *got[:3]), expected(grad, q, k, v, added, scale), strict=True
-    ):
+    for name, a, b in zip(("out", "dq", "dk", "dv"), (out, *got[:3]), expected(grad, q, k, v, added, scale), strict=True):
         assert a.shape == b.shape and torch.isfinite(a).all()
         error = float((a.double() - b).norm() / b.norm().clamp(min=0.1))  # with one column dq is zero
         assert error <= TOLERANCE[dtype], (name, error)

@@ -168,11 +168,7 @@ def train(rank: int, world_size: int, *how: Any) -> None:
     engine.destroy()
 
 
-RUNS = {
-    "a group per channel": Run(),
-    "one queue": Run(one_queue=True),
-    "one queue, two ahead": Run(one_queue=True, ahead=2),
-}
+RUNS = {"a group per channel": Run(), "one queue": Run(one_queue=True), "one queue, two ahead": Run(one_queue=True, ahead=2)}
 
 
 def all_exits() -> dict[str, list[Exit]]:

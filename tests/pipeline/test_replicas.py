@@ -62,10 +62,7 @@ def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:
         sent.append(tensor.numel())
         return real(tensor, *args, **kwargs)
 
-    with (
-        mock.patch.object(dist, "all_reduce", noted),
-        mock.patch("torch.distributed.distributed_c10d.all_reduce", noted),
-    ):
+    with mock.patch.object(dist, "all_reduce", noted), mock.patch("torch.distributed.distributed_c10d.all_reduce", noted):
         engine.allreduce_no_retain(mine, dist.group.WORLD, numel_per_bucket=10**9, dp_world_size=2)
     return mine, sent, engine.flattened
 

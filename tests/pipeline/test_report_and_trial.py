@@ -127,8 +127,7 @@ def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) 
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "settings"),
-    [(None, OTHERS.format("lr 0.25, not 2.0; ")), (torchs, OTHERS.format("lr 0.5, not 2.0; "))],
+    ("scheduler", "settings"), [(None, OTHERS.format("lr 0.25, not 2.0; ")), (torchs, OTHERS.format("lr 0.5, not 2.0; "))]
 )
 def test_settings_that_are_not_those_of_the_configuration_are_one_line(caplog, scheduler, settings):
     resumed(scheduler, SAVED)

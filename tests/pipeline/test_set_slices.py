@@ -103,6 +103,4 @@ def test_bad_or_different_values_and_assignments_are_refused_on_every_rank(ranks
     first, second = (rank["given"]["refused"] + rank["given"]["assigned"] for rank in ranks)
     assert first == second
     for said, (*_, message) in zip(first, REFUSED + ASSIGNED, strict=True):
-        assert message in said and said.startswith(
-            ("ConfigError: token_pipeline.", "ConfigError: engine.token_pipeline")
-        ), said
+        assert message in said and said.startswith(("ConfigError: token_pipeline.", "ConfigError: engine.token_pipeline")), said

@@ -102,15 +102,9 @@ START = r"ds_terapipe\.current_span\(\), \"start\", 0"
 BY_HAND = r".*; it writes causal attention out at test_verify\.py:\d+ \(return scores.*, is_causal=True\)$"
 INPUT, OUTPUT = r"the input of layer 3 \(\w+\), module 3\.out,", r"the output of layer 3 \(\w+\)"
 CHANGED = {
-    "positions": (
-        with_middle(Block, CountedPositions),
-        rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}",
-    ),
+    "positions": (with_middle(Block, CountedPositions), rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}"),
     "rotary": (with_middle(way(rotary)), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
-    "square mask": (
-        with_middle(SquareMask),
-        r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in",
-    ),
+    "square mask": (with_middle(SquareMask), r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in"),
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
     "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),

@@ -346,9 +346,7 @@ def streamed(store, points, monkeypatch):
     watchdog.close()
 
 
-def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(
-    streamed, points, store, clock, caplog
-):
+def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, clock, caplog):
     store.say(KEY.format(1), note="waits 2.0 s for activations of 0.0 from rank 0")
     streamed.begin(4, GRID, VIEW)
     for index in range(8):  # the host is through long before the stream

@@ -158,8 +158,7 @@ def test_packed_messages_and_sums_of_gradients_are_there_for_a_time(lengths, pea
 
 
 @pytest.mark.parametrize(
-    ("schedule", "lengths", "peaks"),
-    [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))],
+    ("schedule", "lengths", "peaks"), [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))]
 )
 def test_outputs_wait_for_their_loss_joined_and_then_with_gradients(schedule, lengths, peaks):
     """On the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too."""
@@ -190,9 +189,7 @@ def test_the_step_that_was_measured_takes_what_was_measured(data, placement, sch
     assert calibrated(model, [Peaks(tuple(lengths), (0.0,) * len(peaks))], *how) == model
 
 
-@given(
-    st.integers(0, 9), st.integers(0, 9), st.lists(st.sampled_from([1, 2, 4, 8]), min_size=2, max_size=4, unique=True)
-)
+@given(st.integers(0, 9), st.integers(0, 9), st.lists(st.sampled_from([1, 2, 4, 8]), min_size=2, max_size=4, unique=True))
 def test_two_steps_tell_what_grows_with_slices_from_what_does_not(working, joined, counts):
     bare = MemoryModel((StageMemory(activations=1.0),) * 2)
     truth = MemoryModel((replace(bare.stages[0], working=float(working), joined=float(joined)),) * 2)

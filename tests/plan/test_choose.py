@@ -44,9 +44,7 @@ def memory(stages):
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    strategies.placements(), strategies.names_and_late, lengths_of_slices, st.integers(1, 4), st.booleans(), st.data()
-)
+@given(strategies.placements(), strategies.names_and_late, lengths_of_slices, st.integers(1, 4), st.booleans(), st.data())
 def test_step_times_are_the_simulators_on_any_placement(placement, schedule, lengths, micro_batches, once, data):
     count = len(placement.stages)
     times = StepTimes(data.draw(costs(count)), count, micro_batches, once, placement)
@@ -254,9 +252,7 @@ def test_a_divided_place_takes_what_its_parts_take(factors):
     cost = ExampleCost(factors, **OPTIONS)
     times = slice_times(cost, DIVIDED, Cuts.of(96, granularity=8, min_length=8))
     for start, count in ((0, 1), (3, 8), (0, 12)):
-        forward, backward = (
-            [run(stage, 8 * count, 8 * start) for stage in range(3)] for run in (cost.forward, cost.backward)
-        )
+        forward, backward = ([run(stage, 8 * count, 8 * start) for stage in range(3)] for run in (cost.forward, cost.backward))
         first, second = forward[0] + forward[1] + backward[1], forward[2] + backward[2]  # stage 0 is frozen
         assert times[start, count - 1] == pytest.approx(max(first, second), rel=1e-12)
 

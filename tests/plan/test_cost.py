@@ -21,14 +21,10 @@ from tests.plan.costs import ExampleCost, sample_points
 
 def measured(total=512, least=8, noise=lambda: 1.0, attention=2e-8):
     cost, points = ExampleCost([1.0], attention=attention), sample_points(total, least)
-    return StageCost(
-        [Sample(n, c, cost.forward(0, n, c) * noise(), cost.backward(0, n, c) * noise()) for n, c in points]
-    )
+    return StageCost([Sample(n, c, cost.forward(0, n, c) * noise(), cost.backward(0, n, c) * noise()) for n, c in points])
 
 
-@pytest.mark.parametrize(
-    ("attention", "relative"), [(0.0, 1e-6), (2e-8, 0.02)]
-)  # of the form of the fit; with a square
+@pytest.mark.parametrize(("attention", "relative"), [(0.0, 1e-6), (2e-8, 0.02)])  # of the form of the fit; with a square
 def test_between_samples_a_cost_is_found(attention, relative):
     cost, fit = ExampleCost([1.0], attention=attention), measured(attention=attention)
     for length, context in ((8, 0), (100, 37), (9, 500), (64, 448), (300, 200), (512, 0)):
@@ -48,9 +44,7 @@ def test_more_tokens_or_context_never_take_less_whatever_the_noise(random):
 
 @pytest.mark.parametrize(("length", "context"), [(7, 0), (8, 505)])
 def test_a_cost_is_not_extrapolated(length, context):
-    with pytest.raises(
-        ConfigError, match=f"got a slice of {length} tokens after {context}, must be within the measured 8 to"
-    ):
+    with pytest.raises(ConfigError, match=f"got a slice of {length} tokens after {context}, must be within the measured 8 to"):
         measured().forward(length, context)
     with pytest.raises(ConfigError, match="must be within the measured"):
         measured().backward(np.array([16.0, length]), np.array([0.0, context]))

@@ -31,12 +31,7 @@ def covering(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: 
         seed: of the order in which values are tried.
     """
     drawn = random.Random(seed)
-    wanted = {
-        frozenset({(a, x), (b, y)})
-        for a, b in itertools.combinations(factors, 2)
-        for x in factors[a]
-        for y in factors[b]
-    }
+    wanted = {frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]}
     order = sorted(wanted, key=lambda pair: sorted(map(repr, pair)))
     rows: list[dict[str, Any]] = []
     for pair in order:
@@ -73,8 +68,7 @@ def _row(
         if not values:
             return None
         row[name] = max(
-            values,
-            key=lambda value: (sum(frozenset({(name, value), c}) in wanted for c in row.items()), drawn.random()),
+            values, key=lambda value: (sum(frozenset({(name, value), c}) in wanted for c in row.items()), drawn.random())
         )
     return row
 

@@ -172,8 +172,7 @@ RULES = (
     Rule(
         ("layout", "micro_batches", "resize", "resume"),
         lambda layout, micro_batches, resize, resume: (
-            micro_batches
-            >= max(layout.replicas, layout.other.replicas if resize != "off" or resume == "elsewhere" else 1)
+            micro_batches >= max(layout.replicas, layout.other.replicas if resize != "off" or resume == "elsewhere" else 1)
         ),
     ),
     # all-reduces of four ranks on two cores take most of a row

@@ -265,11 +265,7 @@ def _elastic_block(row: Row, start: Layout) -> dict[str, Any]:
         freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in FREEZES]}
     steps = () if row.resize == "off" else RESIZES[:1] if row.resize == "once" else RESIZES
     policy = [[step, row.layout_at(step, start).stages] for step in steps]
-    return {
-        "freeze": freeze,
-        "resize": {"policy": policy or "off"},
-        **({"cache": {"enabled": True}} if row.cache else {}),
-    }
+    return {"freeze": freeze, "resize": {"policy": policy or "off"}, **({"cache": {"enabled": True}} if row.cache else {})}
 
 
 def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:

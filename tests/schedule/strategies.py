@@ -92,9 +92,7 @@ class RandomGrid(NamedTuple):
     placement: Placement | None = None
 
 
-def random_grid(
-    seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False
-) -> RandomGrid:
+def random_grid(seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False) -> RandomGrid:
     """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a place's part of it."""
     groups = () if not weights else HALVES if seed % 3 == 0 else (ALL,)
     choice, run = random.Random(seed), _Run(as_placement(stages), slices, groups, each_slice)
@@ -151,15 +149,10 @@ class _Run:
             return self._sent.get((stage, op), [])[:1] == [unit]
         if op is Op.FORWARD:
             received = where.receives_forward(stage)
-            came = (
-                stage == 0
-                or (Action(Op.RECV_FORWARD, *action[1:]) if received else Action(op, stage - 1, unit)) in done
-            )
+            came = stage == 0 or (Action(Op.RECV_FORWARD, *action[1:]) if received else Action(op, stage - 1, unit)) in done
             return came and (i == 0 or Action(op, stage, Unit(m, i - 1)) in done)
         if op is Op.BACKWARD:
-            source = (
-                Action(Op.RECV_BACKWARD, *action[1:]) if where.sends_forward(stage) else Action(op, stage + 1, unit)
-            )
+            source = Action(Op.RECV_BACKWARD, *action[1:]) if where.sends_forward(stage) else Action(op, stage + 1, unit)
             came = stage == len(where.stages) - 1 or source in done
             is_last = i == self._slices[m] - 1
             forward = Action(Op.FORWARD, stage, unit) in done

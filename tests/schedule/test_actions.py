@@ -114,9 +114,7 @@ def test_weight_gradients_come_after_what_the_stage_before_waits_for():
 
 
 @settings(deadline=None)
-@given(
-    strategies.names_and_late, strategies.placements(), strategies.few_slices, st.booleans(), st.booleans(), st.data()
-)
+@given(strategies.names_and_late, strategies.placements(), strategies.few_slices, st.booleans(), st.booleans(), st.data())
 def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placement, slices, each_slice, first, data):
     stages = data.draw(st.none() | st.sets(st.integers(0, len(placement.stages) - 1)))
     grid = order(name, placement, slices)

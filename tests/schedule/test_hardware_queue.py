@@ -22,15 +22,7 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
-from ds_terapipe.schedule.hardware_queue import (
-    COMPUTE,
-    Entry,
-    Job,
-    dispatch,
-    program_of,
-    queue_deadlock,
-    with_collectives,
-)
+from ds_terapipe.schedule.hardware_queue import COMPUTE, Entry, Job, dispatch, program_of, queue_deadlock, with_collectives
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
 

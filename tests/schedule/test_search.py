@@ -41,9 +41,7 @@ def attention_cut(placement, micro_batches, slices, share, weight):
     linear = [part * (b - a) / stages for a, b in itertools.pairwise(ends)]
     context = [share / (2 * weight) * (b * b - a * a) / stages for a, b in itertools.pairwise(ends)]
     factor = {Op.FORWARD: 1, Op.BACKWARD: 2, Op.WEIGHT_GRADIENTS: 0}
-    return Problem(
-        placement, [slices] * micro_batches, lambda a: linear[a.unit.slice] + factor[a.op] * context[a.unit.slice]
-    )
+    return Problem(placement, [slices] * micro_batches, lambda a: linear[a.unit.slice] + factor[a.op] * context[a.unit.slice])
 
 
 # attention 30% of a forward: places, micro-batches, slices; time / ideal (1.118 without moves), seconds of the search
@@ -53,9 +51,7 @@ BOUNDS = {(8, 2, 8): (1.116, 0.4), (16, 2, 16): (1.14, 0.2)}
 @pytest.mark.parametrize("shape", BOUNDS, ids=str)
 def test_attention_weighted_steps_come_near_their_ideal(shape):
     (places, micro_batches, slices), (most, seconds) = shape, BOUNDS[shape]
-    problems = [
-        attention_cut(Placement.v(places), micro_batches, slices, 0.3, weight) for weight in (0.5, 0.25)[: 16 // places]
-    ]
+    problems = [attention_cut(Placement.v(places), micro_batches, slices, 0.3, weight) for weight in (0.5, 0.25)[: 16 // places]]
     found = search(problems, seconds=seconds)
     ideal = micro_batches * (3 * 0.7 + 3 * 0.3)
     assert found is not None and found.seconds <= most * ideal
@@ -64,22 +60,16 @@ def test_attention_weighted_steps_come_near_their_ideal(shape):
 
 @pytest.mark.parametrize(("micro_batches", "most"), [(8, 1.146), (16, 1.073), (32, 1.0365)])
 def test_uncut_steps_of_two_stages_a_place_are_as_good_as_pytorchs_best(micro_batches, most):
-    problem = Problem(
-        Placement.v(8), [1] * micro_batches, lambda action: 0.5, limits=[32.0] * 8
-    )  # 8 micro-batches live
+    problem = Problem(Placement.v(8), [1] * micro_batches, lambda action: 0.5, limits=[32.0] * 8)  # 8 micro-batches live
     found = search([problem], seconds=0.15)
     assert found is not None and found.seconds <= most * 3 * micro_batches
 
 
-places = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4)) | st.builds(
-    Placement.v, st.integers(1, 8)
-)
+places = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4)) | st.builds(Placement.v, st.integers(1, 8))
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    places | strategies.placements(), strategies.few_slices.map(lambda slices: slices[:3]), st.booleans(), st.randoms()
-)
+@given(places | strategies.placements(), strategies.few_slices.map(lambda slices: slices[:3]), st.booleans(), st.randoms())
 def test_every_searched_order_is_valid_in_the_limit_and_comes_to_its_end(placement, slices, apart, random):
     times: dict[Action, float] = collections.defaultdict(lambda: random.uniform(0.1, 2))
     messages = random.choice([None, lambda action: 0.3])

@@ -6,17 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Placement,
-    ScheduleError,
-    forward_only,
-    order,
-    replay,
-    simulate,
-    with_messages,
-)
+from ds_terapipe.schedule import Action, Op, Placement, ScheduleError, forward_only, order, replay, simulate, with_messages
 from tests.schedule import strategies
 
 

@@ -30,9 +30,7 @@ SLICES = [3, 2]
 FOLDED = Placement.of([0, 1, 1, 0], forward_only=1)
 
 
-@given(
-    strategies.names, strategies.placements() | st.integers(2, 5).map(Placement.plain), strategies.few_slices, st.data()
-)
+@given(strategies.names, strategies.placements() | st.integers(2, 5).map(Placement.plain), strategies.few_slices, st.data())
 def test_dropping_or_duplicating_any_action_is_found(name, placement, slices, data):
     plain, lowered = order(name, placement, slices), data.draw(st.booleans())
     grid = with_messages(plain, placement) if lowered else plain

@@ -22,9 +22,7 @@ def simulated(stages=2, slices=(2, 2), name="1f1b"):
 
 
 @given(strategies.names, st.integers(1, 4), strategies.few_slices, st.integers(1, 400))
-def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(
-    tmp_path_factory, name, stages, slices, cut
-):
+def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(tmp_path_factory, name, stages, slices, cut):
     events, path = simulated(stages, slices, name), tmp_path_factory.mktemp("trace") / "t.json"
     write(path, events, {"model": "tiny"})
     assert sorted(read(path)) == sorted(events)
@@ -56,10 +54,7 @@ def test_steps_are_averaged_and_collectives_named():
 
 
 HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'
-BROKEN = {
-    '{"traceEvents": [': "is no JSON",
-    '{"traceEvents": [{"ph": "X"}], ' + HEAD: "traceEvents[0]: 'args' is missing",
-}
+BROKEN = {'{"traceEvents": [': "is no JSON", '{"traceEvents": [{"ph": "X"}], ' + HEAD: "traceEvents[0]: 'args' is missing"}
 
 
 @pytest.mark.parametrize("content", [None, *BROKEN])
