@@ -11,14 +11,11 @@ KNOWN = (
     Known("a group's decay is lost", "elastic.moves.reshape",
           "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
           "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
-          '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n',
-          f"{_LIVE} -k live_layers"),
+          '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n', f"{_LIVE} -k live_layers"),
     Known("frozen weights decay", "pipeline.training", "        engine._exec_optimizer_step()\n",
-          "        engine._exec_optimizer_step()\n"
-          "        group = engine.basic_optimizer.param_groups[0]\n"
+          "        engine._exec_optimizer_step()\n" "        group = engine.basic_optimizer.param_groups[0]\n"
           "        for parameter in (p for p in engine.module.parameters() if not p.requires_grad):\n"
-          '            parameter.data.mul_(1 - group["lr"] * group["weight_decay"])\n',
-          f"{_LIVE} -k live_layers"),
+          '            parameter.data.mul_(1 - group["lr"] * group["weight_decay"])\n', f"{_LIVE} -k live_layers"),
     Known("a stale copy is trained", "elastic.moves.groups",
           '        group["params"] = [parameter for _, parameter in members]\n',
           '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
