@@ -199,15 +199,10 @@ def columns(workload: Workload) -> dict[str, Column]:
     """By name. Those of ours with a number have so many slices."""
     filled: dict[str, Any] = {"slices": 8, "schedule": "zero_bubble"}
     ways: dict[str, Callable[[Workload], Step]] = {
-        "deepspeed": deepspeeds,
-        "tensor": tensor_parallel,
-        "context": context_parallel,
-        "ours8": partial(ours, slices=8),
-        "filled8": partial(ours, **filled),
-        "twice8": partial(ours, stages_per_place=2, **filled),
-        "v8": partial(ours, stages_per_place=2, placement="v", **filled),
-        "auto": partial(ours, slices="auto"),
-    }
+        "deepspeed": deepspeeds, "tensor": tensor_parallel, "context": context_parallel, "ours8": partial(ours, slices=8),
+        "filled8": partial(ours, **filled), "twice8": partial(ours, stages_per_place=2, **filled),
+        "v8": partial(ours, stages_per_place=2, placement="v", **filled), "auto": partial(ours, slices="auto"),
+    }  # fmt: skip
     settle = {"auto": settling()}
     return {name: Column(name, partial(way, workload), settle.get(name, 0)) for name, way in ways.items()}
 

@@ -10,23 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Placement,
-    Unit,
-    check_text,
-    complete,
-    grid_from,
-    order,
-    replay,
-    text_of,
-    validate,
-    with_messages,
-)
+from ds_terapipe.schedule import Action, Op, Placement, Unit, check_text, grid_from, order, replay, text_of, validate
 from ds_terapipe.schedule import given as schedule_of
 from ds_terapipe.schedule.greedy import Rule, greedy
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.lower import complete, with_messages
 from ds_terapipe.schedule.numbered import Numbered, Problem
 from ds_terapipe.schedule.search import search
 from tests.schedule import strategies
