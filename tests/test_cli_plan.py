@@ -27,7 +27,8 @@ PLANNED = [*SMALL, "--stages", 2, "--sequences", 4]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = cli.main([str(argument) for argument in (*arguments, "--search", 0.02)])
+    searches = ("--search", 0.02) if arguments[0] in ("plan", "simulate") else ()
+    status = cli.main([str(argument) for argument in (*arguments, *searches)])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from tests.benchmarks import measure
 from tests.elastic.killed import random_kills, run_killed, run_whole
 
-if __name__ == "__main__":
+
+def main() -> None:
     parser = measure.parser("elastic_killed", __doc__)
     parser.add_argument("--points", type=int, default=20, help="so many kills (default 20; 1 with --quick)")
     parser.add_argument("--seed", type=int, default=1, help="of the points (default 1)")
@@ -33,3 +34,7 @@ if __name__ == "__main__":
             points, wrong = points + sum(row.died for row in rows), wrong + len(found)
     print(f"{points} kills in {run} runs, {wrong} things wrong")
     raise SystemExit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

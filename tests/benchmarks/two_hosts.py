@@ -42,7 +42,6 @@ HOSTS = [f"ds_terapipe_{os.getpid()}_{number}" for number in range(2)]
 ADDRESSES, LINK = ("10.213.77.1", "10.213.77.2"), "veth0"  # seen inside the namespaces only
 # A small burst: a whole message of a slice must not pass at once. 50 ms of packets may wait before any is dropped.
 LIMIT = ("burst", "64kb", "latency", "50ms")
-MEGABYTES = 32
 
 
 class Failed(Exception):
@@ -68,16 +67,11 @@ def two_hosts(rate: str) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        for host in HOSTS:
-            remove(host)
-
-
-def remove(host: str) -> None:
-    """Kill what runs in a namespace and remove it, and with it the link; nothing where it is gone."""
-    for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(int(process), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", host], capture_output=True)
+        for host in HOSTS:  # their end is that of the link
+            for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
+                with suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(int(process), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", host], capture_output=True)
 
 
 def system(*command: str) -> None:
@@ -113,7 +107,7 @@ def on_hosts(arguments: Sequence[str]) -> Measured:
 
 def bandwidth() -> float:
     """Bytes per second of one large message over the link. For both ranks."""
-    message, first = torch.zeros(MEGABYTES * 2**18), dist.get_rank() == 0
+    message, first = torch.zeros(2**23), dist.get_rank() == 0
 
     def exchange() -> None:
         (dist.send if first else dist.recv)(message, 1 if first else 0)
