@@ -85,5 +85,5 @@ def test_every_commands_help_has_an_example_and_figures_can_be_had_as_json(capsy
         with pytest.raises(SystemExit) as end:
             cli.main([command, "--help"])
         out = capsys.readouterr().out
-        assert end.value.code == 0 and ("--json FILE" in out or command == "schema"), command  # which is JSON
+        assert end.value.code == 0 and ("--json FILE" in out or command == "schema"), command  # which prints JSON
         assert out.split("example:")[1].split()[:2] == ["ds_terapipe", command], command
