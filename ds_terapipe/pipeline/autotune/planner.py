@@ -15,7 +15,8 @@ from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.result import Plan
 
-SEARCH_S = 10.0  # of an order, on rank 0
+SEARCH_S = 10.0  # of an order, on rank 0, while the others wait;
+OF_TIMEOUT = 0.1  # at most this share of the time for which they may
 RIVALS = 2  # number of other trials that are compared with a plan,
 NEAR = 1.15  # if they took at most this factor of the fastest
 _SHOWN = 3  # number of differences to another run in a line
@@ -144,5 +145,5 @@ class Planner:
             placement=run.placement,
             overhead_s=cost.overhead_s,
             about=dict(run.measured_on),
-            search_s=SEARCH_S,
+            search_s=min(SEARCH_S, OF_TIMEOUT * config.timeout_s),
         )
