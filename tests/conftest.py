@@ -31,15 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """The environment of everything that tests start: our hook is on, compiled extensions have a place of their own."""
     for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "DS_TERAPIPE_AUTOLOAD"):
         os.environ.pop(name, None)
-    _see_to_extensions()
-    if config.option.most_minutes and not config.option.collectonly:  # a run of all tests
-        spawn.start_servers()
-
-
-def _see_to_extensions() -> None:
-    if os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_EXTENSIONS)) != str(_EXTENSIONS):
-        return
-    for lock in _EXTENSIONS.glob("*/*/lock"):
+    own = os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_EXTENSIONS)) == str(_EXTENSIONS)
+    for name in spawn.SERVERS if config.option.most_minutes and not config.option.collectonly else ():
+        spawn.server(name)  # a run of all tests: it imports while they are collected
+    for lock in _EXTENSIONS.glob("*/*/lock") if own else ():
         if time.time() - lock.stat().st_mtime > _COMPILES_S:
             lock.unlink(missing_ok=True)
 

@@ -51,7 +51,7 @@ _ENGINES = (
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
 )
-_SERVERS = {
+SERVERS = {
     "ranks": (
         *_ENGINES,
         # all models need these
@@ -66,7 +66,7 @@ _SERVERS = {
     ),
     "scripts": _ENGINES,
 }
-_ASKING = {name: threading.Lock() for name in _SERVERS}
+_ASKING = {name: threading.Lock() for name in SERVERS}
 
 
 @dataclass(frozen=True)
@@ -321,14 +321,8 @@ def _environment() -> dict[str, str]:
 _servers: dict[str, subprocess.Popen[str]] = {}
 
 
-def start_servers() -> None:
-    """Start the servers, which import meanwhile what the tests will use: for a run that will use all of them."""
-    for name in _SERVERS:
-        _server(name)
-
-
 @functools.cache
-def _server(name: str) -> subprocess.Popen[str]:
+def server(name: str) -> subprocess.Popen[str]:
     env = _environment() | ({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "scripts" else {})
     command = [sys.executable, "-m", "tests.spawn", "--serve", name]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=_HERE)
@@ -340,18 +334,18 @@ def _server(name: str) -> subprocess.Popen[str]:
 def _fork(name: str, job: Mapping[str, Any]) -> int:
     """Have a server fork a process for a job; its id."""
     with _ASKING[name]:
-        server = _server(name)
-        server.stdin.write(json.dumps(job) + "\n")
-        server.stdin.flush()
-        answer = server.stdout.readline()
-        assert answer, f"the server of {name} has ended with {server.wait()}"
+        forks = server(name)
+        forks.stdin.write(json.dumps(job) + "\n")
+        forks.stdin.flush()
+        answer = forks.stdout.readline()
+        assert answer, f"the server of {name} has ended with {forks.wait()}"
         return int(answer)
 
 
 def _serve(name: str) -> Path | None:
     """Fork a child for every job. Returns the job's folder in the child, and None in the server when there will be no more."""
     with device.untouched():
-        for module in _SERVERS[name]:
+        for module in SERVERS[name]:
             with contextlib.suppress(ImportError):
                 importlib.import_module(module)
     gc.collect()
