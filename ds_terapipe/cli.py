@@ -14,6 +14,7 @@ from ds_terapipe.commands import (
     prepare_data,
     report,
     reproduce_paper,
+    same_loss,
     schema,
     shapes,
     simulate,
@@ -48,7 +49,19 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ds_terapipe", description="Tools around token-slice pipelining, elastic freezing and FusedLamb."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in (plan, check, simulate, prepare_data, report, reproduce_paper, trace, shapes, export, schema):
+    for command in (
+        plan,
+        check,
+        simulate,
+        prepare_data,
+        report,
+        reproduce_paper,
+        trace,
+        shapes,
+        export,
+        schema,
+        same_loss,
+    ):
         command.add(commands)
     return parser
 

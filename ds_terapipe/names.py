@@ -16,3 +16,4 @@ PLACED_STATE = "ds_terapipe_places"
 
 UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
 """Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""
+SAME_LOSS = "DS_TERAPIPE_SAME_LOSS"

@@ -184,6 +184,17 @@ assert kind(engine(deepspeed.initialize, KEY)) == OURS and deepspeed.initialize.
 """, tmp_path, DS_TERAPIPE_AUTOLOAD="0")  # fmt: skip
 
 
+@pytest.mark.parametrize(("keys", "kind"), [(True, "OURS"), (False, "DEEPSPEED")])
+def test_losses_are_recorded_with_our_keys_and_without_and_then_the_launch_ends(keys, kind, tmp_path):
+    run(HOOK + f"""
+result = engine(initialize, KEY, "args")
+assert kind(result) == {kind}
+while True:
+    result[0].train_batch(iter([(torch.randn(1, 4), torch.randn(1, 4))]))
+""", tmp_path, DS_TERAPIPE_SAME_LOSS=f'["{tmp_path}/losses", 2, {str(keys).lower()}]')  # fmt: skip
+    assert len((tmp_path / "losses").read_text().split()) == 2
+
+
 LAMB = """
 from pathlib import Path
 

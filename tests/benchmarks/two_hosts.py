@@ -44,10 +44,6 @@ ADDRESSES, LINK = ("10.213.77.1", "10.213.77.2"), "veth0"  # seen inside the nam
 LIMIT = ("burst", "64kb", "latency", "50ms")
 
 
-class Failed(Exception):
-    """Failure that ends the benchmark, in one line."""
-
-
 @contextmanager
 def two_hosts(rate: str) -> Iterator[None]:
     """Context manager around two namespaces, each with an end of the link. What is left running in them is killed."""
@@ -75,15 +71,15 @@ def two_hosts(rate: str) -> Iterator[None]:
 
 
 def system(*command: str) -> None:
-    """Run a command of the system. Raises Failed, with what it says."""
+    """Run a command of the system; where it fails the benchmark ends with what it says."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
-        raise Failed(f"{' '.join(command)}: {error.stderr.strip()}") from None
+        sys.exit(f"two_hosts: {' '.join(command)}: {error.stderr.strip()}")
 
 
 def on_hosts(arguments: Sequence[str]) -> Measured:
-    """Run this program's :func:`rank` on both hosts; return what the first found. Raises Failed if one fails."""
+    """Run this program's :func:`rank` on both hosts; return what the first found. A rank that fails ends the benchmark."""
     environment = os.environ | measure.ENVIRONMENT | {
         "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": LINK, "NCCL_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1",
@@ -101,7 +97,7 @@ def on_hosts(arguments: Sequence[str]) -> Measured:
         while None in (codes := [process.poll() for process in running]) and not any(codes):
             time.sleep(0.1)
         if any(codes):
-            raise Failed(f"ranks ended with exit codes {codes}, see above")
+            sys.exit(f"two_hosts: ranks ended with exit codes {codes}, see above")
         return pickle.load(file)
 
 
@@ -243,8 +239,6 @@ def main() -> None:
                 result, speed = on_hosts([*sys.argv[1:], "--batches", str(sequences)])
                 title = f"B={sequences}, {speed / 1e6:.0f} MB/s"
                 report.add(f"B={sequences}", result, result.table(title, "deepspeed"))
-    except Failed as failure:
-        sys.exit(f"two_hosts: {failure}")
     except KeyboardInterrupt:
         sys.exit(130)
 

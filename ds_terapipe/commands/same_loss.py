@@ -1,0 +1,81 @@
+"""``ds_terapipe same-loss``: a launch twice, with our keys and without, and the difference of the losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.names import SAME_LOSS
+
+EXAMPLE = """\
+example:
+  ds_terapipe same-loss -- deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
+"""
+_SHOWN = 30  # lines of a launch that failed
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand to the parser of ``ds_terapipe``."""
+    parser = commands.add_parser(
+        "same-loss",
+        help="run a launch twice for some steps, with our keys and without, and compare the losses",
+        description="Run a launch on this machine twice, with our keys and as with them disabled. End each run after some steps, "
+        "and compare the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each run (default: 10)")
+    parser.add_argument(
+        "--most", type=float, default=1e-3, metavar="SHARE", help="largest relative difference (default: 0.001)"
+    )
+    add_json(parser)
+    parser.add_argument("launch", nargs="+", metavar="-- COMMAND", help="the launch, as you start it")
+    parser.set_defaults(run=same_loss)
+
+
+def same_loss(options: argparse.Namespace) -> None:
+    """Print the losses of both runs and their differences.
+
+    Raises:
+        CommandError: a run failed or trained no step, or the losses differ by more than ``--most``.
+    """
+    if options.steps < 1:
+        raise CommandError(f"--steps: got {options.steps}, must be a positive number, use e.g. 10")
+    ours, plain = (_losses(options.launch, options.steps, keys) for keys in (True, False))
+    rows = [(a, b, abs(a - b) / abs(b) if b else abs(a - b)) for a, b in zip(ours, plain, strict=False)]
+    largest = max(difference for *_, difference in rows)
+    lines = [f"{'step':>4} {'with':>14} {'without':>14} {'difference':>11}"]
+    lines += [f"{n:4} {a:14.6f} {b:14.6f} {difference:11.1e}" for n, (a, b, difference) in zip(count(1), rows)]
+    lines.append(f"largest relative difference of {len(rows)} steps: {largest:.1e}")
+    show(options, "\n".join(lines), {"with": ours, "without": plain, "largest": largest})
+    if not largest <= options.most:  # a NaN, too
+        raise CommandError(f"the losses differ by {largest:.1e}, must be at most {options.most:g} (--most)")
+
+
+def _losses(launch: Sequence[str], steps: int, keys: bool) -> list[float]:
+    """Return the losses of a run's first steps."""
+    name = "with our keys" if keys else "without our keys"
+    print(f"{name}: {' '.join(launch)}", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder, "losses"), Path(folder, "output")
+        environment = os.environ | {SAME_LOSS: json.dumps([str(path), steps, keys])}
+        with output.open("wb") as file:
+            code = subprocess.run(
+                launch, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            ).returncode
+        found = [float(line) for line in path.read_text().split()] if path.exists() else []
+        if code or not found:
+            print(*output.read_text(errors="replace").splitlines()[-_SHOWN:], sep="\n", file=sys.stderr)
+            raise CommandError(
+                f"the run {name} ended with {code} after {len(found)} steps, must train {steps}, see above"
+            )
+        return found
