@@ -190,7 +190,7 @@ def test_losses_are_recorded_with_our_keys_and_without_and_then_the_launch_ends(
 result = engine(initialize, KEY, "args")
 assert kind(result) == {kind}
 while True:
-    result[0].train_batch(iter([(torch.randn(1, 4), torch.randn(1, 4))]))
+    result[0].train_batch(iter([(torch.randn(1, 6, 4), torch.randn(1, 6, 4))]))
 """, tmp_path, DS_TERAPIPE_SAME_LOSS=f'["{tmp_path}/losses", 2, {str(keys).lower()}]')  # fmt: skip
     assert len((tmp_path / "losses").read_text().split()) == 2
 
