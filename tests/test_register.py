@@ -187,7 +187,7 @@ assert kind(engine(deepspeed.initialize, KEY)) == OURS and deepspeed.initialize.
 @pytest.mark.parametrize(("keys", "kind"), [(True, "OURS"), (False, "DEEPSPEED")])
 def test_losses_are_recorded_with_our_keys_and_without_and_then_the_launch_ends(keys, kind, tmp_path):
     run(HOOK + f"""
-result = engine(initialize, KEY, "args")
+result = engine(initialize, {{"token_pipeline": {{"slices": 1}}}}, "args")
 assert kind(result) == {kind}
 while True:
     result[0].train_batch(iter([(torch.randn(1, 6, 4), torch.randn(1, 6, 4))]))
