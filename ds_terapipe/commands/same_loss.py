@@ -51,7 +51,9 @@ def same_loss(options: argparse.Namespace) -> None:
     if options.steps < 1:
         raise CommandError(f"--steps: got {options.steps}, must be a positive number, use e.g. 10")
     ours, plain = (_losses(options.launch, options.steps, keys) for keys in (True, False))
-    rows = [(a, b, abs(a - b) / abs(b) if b else abs(a - b)) for a, b in zip(ours, plain, strict=False)]
+    if len(ours) != len(plain):
+        raise CommandError(f"got {len(ours)} steps with our keys and {len(plain)} without, must be as many")
+    rows = [(a, b, abs(a - b) / abs(b) if b else abs(a - b)) for a, b in zip(ours, plain, strict=True)]
     largest = max(difference for *_, difference in rows)
     lines = [f"{'step':>4} {'with':>14} {'without':>14} {'difference':>11}"]
     lines += [f"{n:4} {a:14.6f} {b:14.6f} {difference:11.1e}" for n, (a, b, difference) in zip(count(1), rows)]
@@ -69,9 +71,10 @@ def _losses(launch: Sequence[str], steps: int, keys: bool) -> list[float]:
         path, output = Path(folder, "losses"), Path(folder, "output")
         environment = os.environ | {SAME_LOSS: json.dumps([str(path), steps, keys])}
         with output.open("wb") as file:
-            code = subprocess.run(
-                launch, env=environment, stdout=file, stderr=subprocess.STDOUT, check=False
-            ).returncode
+            try:
+                code = subprocess.run(launch, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+            except OSError as error:
+                raise CommandError(f"cannot start {launch[0]} ({error.strerror or error})") from error
         found = [float(line) for line in path.read_text().split()] if path.exists() else []
         if code or not found:
             print(*output.read_text(errors="replace").splitlines()[-_SHOWN:], sep="\n", file=sys.stderr)

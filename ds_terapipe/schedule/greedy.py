@@ -16,7 +16,7 @@ _NOW = 1e-12
 
 
 class Rule(NamedTuple):
-    """What a place prefers: forwards of ``group`` units go through its stages together, its later ones first if ``deep``."""
+    """Preference of a place: forwards of ``group`` units go through its stages together, its later ones first if ``deep``."""
 
     group: int
     deep: bool

@@ -176,7 +176,7 @@ def test_training_needs_a_stage_that_goes_backward():
     assert peak_live_units("forward_only", frozen, [2]) == [0, 0]
 
 
-@given(st.integers(1, 6), st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 3))
+@given(st.integers(1, 6), st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 3))
 def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places, chunks, slices, frozen):
     slices[-1] += -sum(slices) % places
     placement = Placement.interleaved(places, chunks, forward_only=min(frozen, places * chunks - 1))

@@ -9,7 +9,7 @@ KNOWN = (
     Known("no key is refused", "rules", "        if value is not _ABSENT and rule.refused(value) and rule.when(config):\n",
           "        if False:\n", _REFUSED + "ordinary_configs"),
     Known("values that DeepSpeed cannot use are let pass", "refusals.deepspeed_keys", "    check((rule for rule in VALUE_RULES",
-          "    return\n    check((rule for rule in VALUE_RULES", _REFUSED+ "stands_in"),
+          "    return\n    check((rule for rule in VALUE_RULES", _REFUSED + "stands_in"),
     Known("whole numbers may be as large as one likes", "blocks", "Field(strict=True, ge=1, le=LARGEST_COUNT)",
           "Field(strict=True, ge=1)", "tests/test_config.py -k 'nothing_can_hold and granularity'"),
     Known("no layer is refused", "refusals.models", "        for found in (*_CUT_RULES, *_RULES) if cut else _RULES:\n",
@@ -27,7 +27,7 @@ KNOWN = (
           "        again = copy_of(inputs)\n        self._run(inputs, span)\n",
           "        return\n        again = copy_of(inputs)\n        self._run(inputs, span)\n", "tests/pipeline/test_verify.py"),
     Known("settings are not compared between ranks", "pipeline.transport.consensus", "        if lows[1:3] != highs[1:3]:\n",
-          "        if lows[2:3] != highs[2:3]:\n", _BAD+ "models_and_settings"),
+          "        if lows[2:3] != highs[2:3]:\n", _BAD + "models_and_settings"),
     Known("labels are not compared with inputs", "pipeline.transport.consensus",
-          "    if any(labels.lengths) and labels.lengths != inputs.lengths:\n", "    if False:\n", _BAD+ "lets_the_error_pass"),
+          "    if any(labels.lengths) and labels.lengths != inputs.lengths:\n", "    if False:\n", _BAD + "lets_the_error_pass"),
 )  # fmt: skip
