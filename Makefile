@@ -10,7 +10,7 @@ VERSIONS ?= 3.11 3.12 3.10
 RUN := $(if $(VENV),PATH="$(abspath $(VENV))/bin:$$PATH") OMP_NUM_THREADS=1
 MYPY_CACHE ?= .mypy_cache
 
-.PHONY: help venv demo test-fast test test-full test-versions test-device smoke test-smoke lint format clean docs gpu-attention gpu-lamb gpu-one gpu-rows gpu-memory gpu-two gpu-four
+.PHONY: help venv demo test-fast test test-full test-versions test-device smoke test-smoke lint format clean docs gpu-attention gpu-lamb gpu-one gpu-rows gpu-memory gpu-two gpu-four gpu-speed
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/'
@@ -72,6 +72,10 @@ gpu-two: venv ## on two GPUs: a GPT on two stages, with slices and without
 
 gpu-four: venv ## on four GPUs: a GPT on four stages, with slices and without
 	@$(RUN) bash configs/gpu.sh 4
+
+gpu-speed: venv ## on two GPUs: a step of one long sequence, in slices and without
+	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=$${GPUS:-2} NCCL_MULTI_RANK_GPU_ENABLE=1 python -m tests.benchmarks.token_pipeline \
+		--batches 1 --layers 8 --hidden 2048 --heads 16 --sequence 8192 --bf16 --rounds 3 --steps 3 --columns deepspeed,ours4,ours8,twice4 $(ARGS)
 
 docs: ## the site of docs/ in build/site, strict, in its own environment .venv-docs: a CI job beside `.ci/run`
 	@PYTHON="$(PYTHON)" bash configs/docs.sh

@@ -24,6 +24,7 @@ class Shape:
     vocabulary: int = 1024
     sequence: int = 1024
     family: str = "gpt"
+    bf16: bool = False
 
 
 QUICK = Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=128)

@@ -2,7 +2,8 @@
 
 ``python -m tests.benchmarks.token_pipeline`` prints, for 1, 2, 4 and 8 sequences in micro-batches of one, the seconds
 per step of every column and the ratio to DeepSpeed's PipelineEngine, which is run twice: the two differ by the noise.
-``--model llama`` has Hugging Face's Llama of the same sizes, with two key heads, in place of the GPT.
+``--model llama`` has Hugging Face's Llama of the same sizes, with two key heads, in place of the GPT. With
+``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import device
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
 from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, kinds, llama_pipeline
 
 LEARNING_RATE = 0.1
+OPTIONAL = ("filled4", "twice4")  # columns of the table that are asked for
 Step = Callable[[], "float | None"]
 
 
@@ -55,7 +58,7 @@ def new_engine(
                 self.parts = list(boundaries)
                 self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(device.BACKENDS[device.NAME], auto_mpi_discovery=False, verbose=False)
     if workload.shape.family == "llama":
         model = llama_pipeline(workload.shape, stages)
     else:
@@ -65,7 +68,7 @@ def new_engine(
         parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
         "train_batch_size": workload.sequences, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0,
-        "steps_per_print": 10**9, **(keys or {}),
+        "steps_per_print": 10**9, "bf16": {"enabled": workload.shape.bf16}, "zero_allow_untested_optimizer": True, **(keys or {}),
     }  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     initialize = ds_terapipe.initialize if ours else deepspeed.initialize
@@ -91,11 +94,11 @@ def token_slices(slices: int | str, **keys: Any) -> dict[str, Any]:
 
 def deepspeeds(workload: Workload) -> Step:
     """DeepSpeed's own PipelineEngine."""
-    return steps_of(new_engine(False, 2, workload), workload)
+    return steps_of(new_engine(False, dist.get_world_size(), workload), workload)
 
 
 def ours(workload: Workload, slices: int | str, **keys: Any) -> Step:
-    return steps_of(new_engine(True, 2, workload, token_slices(slices, **keys)), workload)
+    return steps_of(new_engine(True, dist.get_world_size(), workload, token_slices(slices, **keys)), workload)
 
 
 def one_process(workload: Workload) -> Step:
@@ -131,6 +134,8 @@ def columns(workload: Workload) -> dict[str, Column]:
     if workload.shape.family == "gpt":
         ways["one"] = one_process
     ways |= {f"ours{count}": partial(ours, slices=count) for count in (1, 2, 4, 8, 16)}
+    filled: dict[str, Any] = {"slices": 4, "schedule": "zero_bubble"}
+    ways |= {"filled4": partial(ours, **filled), "twice4": partial(ours, stages_per_place=2, **filled)}
     found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
     return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
 
@@ -139,17 +144,24 @@ def main() -> None:
     options = measure.parser("token_pipeline", __doc__, rounds=5)
     add = options.add_argument
     add("--batches", type=measure.listed(int), default=[1, 2, 4, 8], help="sequences per step (default 1,2,4,8)")
-    add("--columns", type=measure.listed(str), help="of the table's (default all)")
+    add("--columns", type=measure.listed(str), help="of the table's (default: without filled4 and twice4)")
     add("--steps", type=int, help="of a column in a round, the fastest counts (default 2; 1 from B=4)")
     add("--model", choices=("gpt", "llama"), default="gpt", help="llama: Hugging Face's (default gpt)")
-    add("--sequence", type=int, help="tokens (default 1024; 128 with --quick)")
+    for option in ("--sequence", "--layers", "--hidden", "--heads"):
+        usual, quick = (getattr(shape, option[2:]) for shape in (Shape(), QUICK))
+        add(option, type=int, help=f"of the model (default {usual}; {quick} with --quick)")
+    add("--bf16", action="store_true", help="DeepSpeed's bf16 (default fp32)")
+    add("--stages", type=int, default=2, help="processes (default 2)")
     options = options.parse_args()
-    shape, report = replace(QUICK if options.quick else Shape(), family=options.model), measure.Report(options)
-    shape = replace(shape, sequence=options.sequence or shape.sequence)
+    given = {name: value for name in ("sequence", "layers", "hidden", "heads", "bf16") if (value := getattr(options, name))}
+    shape = replace(QUICK if options.quick else Shape(), family=options.model, **given)
+    report = measure.Report(options)
     for sequences in options.batches:
         every, steps = columns(Workload(shape, sequences)), options.steps or (2 if sequences <= 2 else 1)
-        chosen = [every[name] for name in options.columns or every]
-        result = measure.on_ranks(measure.side_by_side, chosen, measure.settings_of(options), steps)
+        chosen = [every[name] for name in options.columns or every if options.columns or name not in OPTIONAL]
+        tolerance = measure.BF16_TOLERANCE if options.bf16 else measure.LOSS_TOLERANCE
+        arguments = chosen, measure.settings_of(options), steps, tolerance
+        result = measure.on_ranks(measure.side_by_side, *arguments, ranks=options.stages)
         report.add(f"B={sequences}", result, result.table(f"B={sequences}", "deepspeed"))
 
 

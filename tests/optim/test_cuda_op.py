@@ -124,8 +124,9 @@ def test_capture_of_tensors_that_have_moved(op: CudaOp) -> None:
 
 
 def test_capture_before_any_step_is_refused(op: CudaOp) -> None:
+    case = small()
     with pytest.raises(RuntimeError, match="run a step outside"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        run(op, small())
+        run(op, case)
     torch.cuda.synchronize()
 
 

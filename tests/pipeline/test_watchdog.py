@@ -340,6 +340,7 @@ def points() -> list[Point]:
 @pytest.fixture
 def streamed(store, points, monkeypatch):
     """A watchdog of a device's stream, whose marks are ``points``."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: points.append(device))
     watchdog = Watchdog(VIEW, 3.0, lambda: points.append(Point()) or points[-1], torch.device("cuda", 3))
     yield watchdog
@@ -365,7 +366,7 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
     assert "rank 0 (stage 0) waited 4.0 s for gradients of 0.6 from rank 1 in step 4: no answer" in caplog.messages[0]
     report = next(message for message in caplog.messages if "\n" in message)
     (marked,) = [line for line in report.splitlines() if "<-- stage 0" in line]
-    assert f"[{GRID[0][6]}]" in marked
+    assert f"[{GRID[0][6]}]" in marked and "CUDA_DEVICE_MAX_CONNECTIONS is 1" in report
     told = store.told()
     assert (told.step, told.action) == (4, 6) and told.ended
     assert points[8] == torch.device("cuda", 3), "the thread is on the stage's device"

@@ -49,6 +49,8 @@ _LAST_RESORT_S = 60.0
 _STOPPED_FOR_S = 10.0  # time beyond the longest wait, in which the others name a stopped rank
 _EXIT_CODE = 70  # EX_SOFTWARE
 _HOST = torch.device("cpu")
+# On one GPU that stages shared, first steps stood still with the variable and ran without it (docs/gpu.md).
+_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS is 1: got one hardware queue, slices need no such setting, try without it"
 
 
 class PipelineStalled(RuntimeError):
@@ -319,6 +321,8 @@ class Watchdog(Observer):
             first,
             *(f"  rank {rank}: {why}" for rank, why in self.processes.look_for_lost(learns=view is None).items()),
         ]
+        if self._device != _HOST and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            lines.append("  " + _ONE_QUEUE)
         if len(lines) > 1:
             logger.error("%s", "\n".join(lines[1:]))
         self.ended = f"gave up waiting for {waiting.what}: {reason}"
