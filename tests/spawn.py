@@ -395,6 +395,21 @@ def _put(path: Path, data: bytes) -> None:
     new.rename(path)
 
 
+def _share_gloo_thread() -> None:
+    """Let all groups of gloo have one thread that looks after their messages: each group's own wakes up 100 times a second."""
+    from torch.distributed import ProcessGroupGloo as gloo
+
+    init, options = gloo.__init__, gloo._Options
+    shared = gloo.create_default_device()
+
+    def with_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        chosen = options()
+        chosen._devices, chosen._timeout = [shared], timeout
+        init(group, store, rank, size, chosen)
+
+    gloo.__init__ = with_shared
+
+
 def _join_group() -> tuple[int, int]:
     import deepspeed
     import torch
@@ -403,6 +418,10 @@ def _join_group() -> tuple[int, int]:
     gc.freeze()  # what was imported stays; BF16_Optimizer collects garbage four times, a quarter of a second each, else
     # DeepSpeed's shared-memory all-reduce is compiled at first use, under a lock that a killed test would leave behind
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.NAME == "cpu":
+        _share_gloo_thread()
+        for module in (torch.cuda, torch.xpu, torch.mtia):  # each seed waits there with a stack trace for a device
+            module._lazy_call = lambda call, **options: None
     deepspeed.init_distributed(device.take(), timeout=timedelta(seconds=120), auto_mpi_discovery=False, verbose=False)
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

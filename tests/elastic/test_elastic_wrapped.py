@@ -72,12 +72,10 @@ def scaling(engine: Any) -> dict[str, Any]:
     return {**vars(scaler), **more} if engine.fp16_enabled() else {}
 
 
-def extra(profile: Any) -> list[float]:
-    """Bytes that each change takes at most beside those that were there: the profile sees all tensors come and go."""
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    changes = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() == MARK]
-    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    return [max(accumulate(size for at, size in memory if start <= at < stop)) for start, stop in changes]
+def extra(profile: Any) -> int:
+    """Bytes that a change takes at most beside those that were there: the profile sees all tensors come and go."""
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def state_of(engine: Any) -> int:
@@ -100,9 +98,9 @@ def run(case: Case) -> dict[str, Any]:
         before, scale, state = kept(engine), scaling(engine), state_of(engine)
         torch.distributed.all_reduce = counted
         found["sums"].append([])
-        found["memory"].append(state)
-        with torch.profiler.record_function(MARK):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             change(*args, **options)
+        found["memory"].append((extra(profile), state))
         torch.distributed.all_reduce = add
         steps = {int(state["step"]) for state in engine.basic_optimizer.state.values() if "step" in state}
         found["changes"].append((before, kept(engine), scale == scaling(engine), steps))
@@ -132,10 +130,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     shares.BUCKET_BYTES, room, found = BUCKET, shares._room, {}
     for name, (case, _) in CASES.items():
         shares._room = (lambda device: None) if name == NO_ROOM and rank == 1 else room
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-            found[name] = run(case)
-        found[name]["memory"] = list(zip(extra(profile), found[name]["memory"], strict=True))
+        found[name] = run(case)
     return found
 
 

@@ -220,6 +220,7 @@ class Busy(Attention):
         self.calls += 1
         self.replaced = self.replaced + random.random() + float(numpy.random.rand()) + torch.rand(1)
         hidden = F.alpha_dropout(F.dropout(super().forward(hidden), 0.1, self.training), 0.1, self.training)
+        hidden = F.feature_alpha_dropout(F.dropout1d(hidden, 0.1, self.training), 0.1, self.training, inplace=True)
         hidden = self.frozen_dropout(self.dropout(hidden))
         return scripted_dropout_add(hidden, self.bias, hidden, self.training)
 

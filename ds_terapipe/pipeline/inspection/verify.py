@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
@@ -60,23 +59,20 @@ class _Rounding(TorchDispatchMode):
         return result
 
 
-class _NoDropout(TorchFunctionMode):
-    """Mode that disables functional dropout; the modules' train and eval state stays."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if "dropout" in getattr(func, "__name__", ""):
-            return args[0] if args else (kwargs or {})["input"]
-        return func(*args, **(kwargs or {}))
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
 @contextmanager
-def _no_scripted_dropout() -> Iterator[None]:
-    """Context manager that disables dropout in TorchScript, which torch-function modes do not see."""
+def _no_dropout() -> Iterator[None]:
+    """Context manager that disables dropout in its operators; the modules' train and eval state stays.
+
+    It holds for TorchScript too, which torch-function modes do not see.
+    """
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradCUDA"):
-        library.impl("dropout", _kept, key)
+        for name in _DROPOUTS:
+            library.impl(name, _kept, key)
+            library.impl(f"{name}_", _kept, key)
         library.impl("native_dropout", _kept_with_mask, key)  # called by a script that was differentiated before
     try:
         yield
@@ -105,7 +101,7 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
     values = {id(buffer): buffer.clone() for *_, buffer in buffers if buffer is not None}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices), torch.no_grad(), _NoDropout(), _no_scripted_dropout():
+    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout():
         for context in parts:
             context.dropout = False
         for dropout in dropouts:
