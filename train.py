@@ -1,4 +1,5 @@
-"""Trains a GPT, BERT or ViT with DeepSpeed and megatron-core: Megatron's arguments, DeepSpeed's optimizer and batch sizes."""
+"""Trains a GPT, BERT or ViT of megatron-core's layers with DeepSpeed. The arguments are Megatron's. Batch sizes and optimizer
+are in the file that --deepspeed_config names."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ STAGE_LAYERS, SAMPLES = "stage_layers", "samples"  # what a checkpoint says of i
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Megatron's names and, where it has them, Megatron's defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    """Arguments with Megatron's names and defaults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=tasks.HelpFormatter)
     tasks.add_model_arguments(parser.add_argument_group("model"))
     tasks.add_text_arguments(parser.add_argument_group("GPT and BERT"))
     tasks.add_image_arguments(parser.add_argument_group("ViT"))
@@ -60,20 +61,28 @@ def parse_arguments() -> argparse.Namespace:
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-model-parallel-size", type=tasks.positive, default=1)
-    add("--pipeline-model-parallel-size", type=tasks.positive, default=1)
-    add("--stage-layers", metavar="N,N", help="Transformer layers of each stage, default: even; see `ds_terapipe plan`")
-    add("--split", default="969,30,1", help="parts of documents, or of each class, for training, validation, test")
-    add("--train-iters", type=tasks.positive, required=True)
-    add("--eval-interval", type=tasks.positive, default=1000)
-    add("--eval-iters", type=tasks.at_least(0), default=0, help="batches in an evaluation; 0: none")
-    add("--log-interval", type=tasks.positive, default=10)
-    add("--log-file", help="one line of JSON for each iteration")
+    add("--tensor-model-parallel-size", type=tasks.positive, default=1, help="ranks that share each layer")
+    add("--pipeline-model-parallel-size", type=tasks.positive, default=1, help="pipeline stages")
+    add(
+        "--stage-layers",
+        metavar="N,N",
+        help="Transformer layers of each stage (default: even); `ds_terapipe plan` prints them",
+    )
+    add(
+        "--split",
+        default="969,30,1",
+        help="parts of the documents, or of each class, for training, validation and test",
+    )
+    add("--train-iters", type=tasks.positive, required=True, help="training steps")
+    add("--eval-interval", type=tasks.positive, default=1000, help="steps between evaluations")
+    add("--eval-iters", type=tasks.at_least(0), default=0, help="batches of an evaluation; 0: no evaluation")
+    add("--log-interval", type=tasks.positive, default=10, help="steps between lines of the log")
+    add("--log-file", help="file to write a line of JSON to for each step")
     add("--save", help="folder to write checkpoints to")
-    add("--save-interval", type=tasks.positive, default=1000)
-    add("--load", help="folder to continue from; may be empty or, if it is that of --save, missing")
-    add("--exit-interval", type=tasks.positive, help="stop after an iteration that is a multiple of this")
-    add("--seed", type=int, default=1234)
+    add("--save-interval", type=tasks.positive, default=1000, help="steps between checkpoints")
+    add("--load", help="folder to continue from; it may be empty, or missing where --save names it too")
+    add("--exit-interval", type=tasks.positive, help="stop after the next step that is a multiple of this number")
+    add("--seed", type=int, default=1234, help="seed of weights, data and dropout")
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

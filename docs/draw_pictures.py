@@ -2,8 +2,14 @@
 
     python docs/draw_pictures.py
 
-schedules.svg is arithmetic: slices of equal cost, backward twice as long as forward, messages free. timeline.svg is drawn from
-step.json, shapes.svg from history.jsonl, finetune.svg and training.svg from the files of their names.
+schedules.svg is arithmetic: slices of equal cost, backward twice as long as forward, messages free. The others show runs:
+
+- timeline.svg from step.json: ``make demo``, then
+  ``ds_terapipe trace build/demo/uncut.json build/demo/trace.json --step 42 --merged docs/step.json``.
+- training.svg from training.jsonl: the trainings in the file of ``tests.benchmarks.elastic_finetune`` (benchmarks.md),
+  ``grep '"probe": 0' runs/elastic_finetune/gpt.jsonl > docs/training.jsonl``.
+- shapes.svg from history.jsonl, which the run of tutorials/freeze.md writes.
+- finetune.svg from finetune.json, by hand from the tables of benchmarks.md.
 """
 
 from __future__ import annotations
@@ -12,16 +18,26 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ds_terapipe.commands.trace import panels_of
 from ds_terapipe.elastic.shapes.history import read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg
-from ds_terapipe.schedule import Action, Grid, Interval, Op, Panel, Placement, order, timelines_svg
+from ds_terapipe.schedule import Action, Grid, Op, Panel, Placement, order, timelines_svg
 from ds_terapipe.schedule.svg import COLOURS, GREY, INK, RIGHT, document
+from ds_terapipe.tracing.chrome import MEASURED, PREDICTED, read
 
 FOLDER = Path(__file__).parent
 STAGES, SEQUENCES, SLICES = 4, 2, 4
+COLUMNS = {
+    "pipeline": "DeepSpeed, pipeline",
+    "replicas": "DeepSpeed, data parallel",
+    "freeze": "ours, freezing alone",
+    "reshape": "ours, with the reshape",
+    "cache": "ours, with the reshape and the cache",
+}
 _PANEL, _HIGH, _LEFT, _TOP, _AXIS, _LINE = 400, 220, 46, 46, 40, 18
 
 
@@ -63,17 +79,33 @@ def _slices_of_weight_gradients(grid: Grid, slices: int) -> dict[Action, int]:
 
 def timeline() -> str:
     """A step that `make demo` has measured, below the same step uncut, as predicted."""
-    panels = []
-    for each in json.loads((FOLDER / "step.json").read_text())["panels"]:
-        grid = [[Action.from_text(name) for name, _, _ in row] for row in each["rows"]]
-        times = [[Interval(begin, end) for _, begin, end in row] for row in each["rows"]]
-        panels.append(Panel(each["title"], grid, intervals=times))
-    return timelines_svg(panels)
+    events = read(FOLDER / "step.json")
+    slices = 1 + max(event.action.unit.slice for event in events if event.action)
+    runs = ((PREDICTED, "uncut"), (MEASURED, f"{slices} slices"))
+    return timelines_svg([panels_of(title, [event for event in events if event.run == run])[0] for run, title in runs])
 
 
-def accuracy(name: str) -> str:
+def finetune() -> str:
+    """The ends of fine-tunings from real weights."""
+    return accuracy(json.loads((FOLDER / "finetune.json").read_text())["panels"])
+
+
+def training() -> str:
+    """A training from random weights, epoch by epoch, from the lines that its benchmark has written.
+
+    An epoch counts as many seconds as if all its steps were as fast as the fastest one: other work on the machine counts less.
+    """
+    lines = {}
+    for found in map(json.loads, (FOLDER / "training.jsonl").read_text().splitlines()):
+        seconds = accumulate(found["steps"] * step for step in found["fastest"])
+        lines[COLUMNS[found["run"]["column"]]] = list(zip(seconds, found["dev"], strict=True))
+    return accuracy(
+        [{"title": "GPT on Python's library, 6 layers x 128", "axis": "accuracy on dev, % of bytes", "lines": lines}]
+    )
+
+
+def accuracy(panels: Sequence[Mapping[str, Any]]) -> str:
     """Accuracy over seconds of training: a line of points for each column, with standard deviations to each side."""
-    panels = json.loads((FOLDER / name).read_text())["panels"]
     titles = dict.fromkeys(title for panel in panels for title in panel["lines"])
     colours = {title: dark for title, (_, dark) in zip(titles, COLOURS, strict=False)}
     body = [line for number, panel in enumerate(panels) for line in _accuracy(number * _PANEL, panel, colours)]
@@ -140,8 +172,8 @@ def pictures() -> dict[str, str]:
         "schedules.svg": schedules(),
         "timeline.svg": timeline(),
         "shapes.svg": shapes_svg(read_history(str(FOLDER / "history.jsonl"))),
-        "finetune.svg": accuracy("finetune.json"),
-        "training.svg": accuracy("training.json"),
+        "finetune.svg": finetune(),
+        "training.svg": training(),
     }
 
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the command; every subcommand sets ``run``."""
     parser = argparse.ArgumentParser(
-        prog="ds_terapipe", description="Tools around token-slice pipelining, elastic freezing and FusedLamb."
+        prog="ds_terapipe", description="Tools for token slices, freezing and FusedLamb in DeepSpeed trainings."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in (

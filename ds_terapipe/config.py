@@ -77,7 +77,7 @@ class TokenPipelineConfig(Block):
         stages_per_place: Stages of the model on each place of the pipeline. With several, filling and draining take steps of a
             smaller stage. The layers move to their places in ``initialize``.
         placement: Stage s on place s mod K of K places. ``"v"``, for two stages on a place, goes back from the last place to
-            the first, so that one place has both ends of the model.
+            the first. One place then has both ends of the model.
         granularity: Tokens that divide the length of unequal automatic slices. No automatic slice is shorter.
         memory_gb: The limit for activations and buffers on a device, for automatic slices. Without it the free memory counts,
             and a CPU has no limit.

@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face decoder in a pipeline of its own layers: a model and texts or chats in, a folder out.
+"""Fine-tunes a Hugging Face decoder on texts or chats, in a pipeline, and writes it to a folder.
 
 Without ``--model`` and ``--data`` a small new Llama learns Python's standard library. Batch sizes, gradient accumulation,
 precision, clipping and the monitors (TensorBoard, W&B) are in the file that ``--deepspeed_config`` names.
@@ -36,38 +36,43 @@ Row = dict[str, list[int]]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="folder or name on the Hub; default: a small new Llama")
-    add("--stages", type=int, help="pipeline stages; default: all processes")
-    add("--gradient-checkpointing", action="store_true", help="recompute layers in backward")
-    add("--lora-r", type=int, default=0, help="rank of LoRA adapters; 0: train all weights")
-    add("--lora-alpha", type=int, default=16)
-    add("--lora-dropout", type=float, default=0.0)
+    add("--model", help="folder, or name on the Hub; without it: a small new Llama")
+    add("--stages", type=int, help="pipeline stages; without it: one for each process")
+    add("--gradient-checkpointing", action="store_true", help="recompute layers in the backward pass")
+    add("--lora-r", type=int, default=0, help="rank of the LoRA adapters; 0: train all weights")
+    add("--lora-alpha", type=int, default=16, help="scale of the adapters times their rank")
+    add("--lora-dropout", type=float, default=0.0, help="dropout of the adapters' inputs")
 
     add = parser.add_argument_group("data").add_argument
-    add("--data", type=Path, default=Path(argparse.__file__).parent, help="texts, .jsonl, or a folder of them")
-    add("--eval-data", type=Path, help="the same, to evaluate on; default: a share of --data")
-    add("--eval-share", type=float, default=0.02)
-    add("--max-seq-length", type=int, default=1024)
-    add("--packing", action="store_true", help="several documents in a row, which do not see each other; else padding")
+    add("--data", type=Path, default=Path(argparse.__file__).parent, help="text file, .jsonl file, or folder of them")
+    add("--eval-data", type=Path, help="the same for evaluations; without it: a share of --data")
+    add("--eval-share", type=float, default=0.02, help="share of --data for evaluations")
+    add("--max-seq-length", type=int, default=1024, help="tokens of a row")
+    add("--packing", action="store_true", help="put several documents into a row, in place of padding")
 
     add = parser.add_argument_group("training").add_argument
-    add("--num-train-epochs", type=float, default=1.0)
-    add("--max-steps", type=int, default=0, help="instead of epochs")
-    add("--learning-rate", type=float, default=1e-4)
-    add("--weight-decay", type=float, default=0.0)
-    add("--lr-scheduler-type", default="cosine", help="as of transformers.get_scheduler")
-    add("--warmup-ratio", type=float, default=0.0)
-    add("--mean-over", choices=["step", "micro_batch"], default="step", help="labels that a loss is divided by")
-    add("--seed", type=int, default=1234)
+    add("--num-train-epochs", type=float, default=1.0, help="epochs of --data")
+    add("--max-steps", type=int, default=0, help="optimizer steps in place of epochs; 0: epochs")
+    add("--learning-rate", type=float, default=1e-4, help="highest learning rate of AdamW")
+    add("--weight-decay", type=float, default=0.0, help="weight decay of AdamW")
+    add("--lr-scheduler-type", default="cosine", help="a name of transformers.get_scheduler")
+    add("--warmup-ratio", type=float, default=0.0, help="share of the steps for the warm-up")
+    add(
+        "--mean-over",
+        choices=["step", "micro_batch"],
+        default="step",
+        help="divide a loss by the labels of a step, or of each micro-batch",
+    )
+    add("--seed", type=int, default=1234, help="seed of weights, order and dropout")
 
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, help="new folder for the trained model or adapter")
     add("--checkpoints", type=Path, help="folder for checkpoints")
-    add("--resume-from-checkpoint", action="store_true", help="go on with the last one in --checkpoints, if any")
-    add("--save-steps", type=int, default=500)
-    add("--eval-steps", type=int, default=500)
-    add("--logging-steps", type=int, default=10)
-    add("--generate", default="def main(", help="prompt that the trained model continues; empty: none")
+    add("--resume-from-checkpoint", action="store_true", help="go on with the last checkpoint in --checkpoints, if any")
+    add("--save-steps", type=int, default=500, help="steps between checkpoints")
+    add("--eval-steps", type=int, default=500, help="steps between evaluations")
+    add("--logging-steps", type=int, default=10, help="steps between lines of the log")
+    add("--generate", default="def main(", help="prompt that the trained model continues; empty: no text")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     deepspeed.add_config_arguments(parser).set_defaults(deepspeed_config=str(Path(__file__).with_suffix(".json")))
     return parser.parse_args()

@@ -74,7 +74,7 @@ def span_kind(span: Piece) -> str:
         "option": lambda: text.startswith("--"),
         "json": lambda: is_json(text) or is_json("{" + text + "}"),
         "action": lambda: re.fullmatch(r"\d+[A-Z_]+[\d.]+(/\d+of\d+)?", text) or text in [op.value for op in Op],
-        "file": lambda: re.fullmatch(r"[\w./*-]+\.(py|cpp|cu|sh|md|json|txt|svg)|[\w/]+/", text),
+        "file": lambda: re.fullmatch(r"[\w./*-]+\.(py|cpp|cu|sh|md|jsonl?|txt|svg)|[\w/]+/", text),
         "name": lambda: re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", text) or text == "1f1b",
     }
     for kind, rule in rules.items():

@@ -29,7 +29,7 @@ def run_script(name: str, arguments: str) -> None:
 def run_scripts(rank: int, world: int) -> None:
     """One process; then four, as two stages of two replicas, and as two stages of two tensor-parallel ranks."""
     if rank == 0:
-        run_script("plain_lamb", "--steps 20")
+        run_script("plain_lamb", "--steps 10")
     torch.distributed.destroy_process_group = lambda *group: None  # the next script is in the same one
     for name, arguments in SCRIPTS.items():
         run_script(name, arguments)
@@ -46,7 +46,7 @@ def test_the_scripts_train_in_slices_and_the_plain_loop_learns(ends: list) -> No
     assert [end.code for end in ends] == [0] * 4, ends[0].output[-3000:]
     said = re.split(r"^run \w+$", ends[0].output, flags=re.MULTILINE)[1:]
     plain = losses(said.pop(0))
-    assert len(plain) == 3 and plain[-1] < plain[0] - 1.0
+    assert len(plain) == 2 and plain[-1] < plain[0] - 1.0
     for name, output in zip(SCRIPTS, said, strict=True):
         found = losses(output)
         assert len(found) == STEPS and found[-1] < found[0] - 0.2, f"{name}: {found}"

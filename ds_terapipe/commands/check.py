@@ -29,23 +29,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "check",
-        help="what a launch takes on every stage, or the error that it gives, on a laptop",
-        description="Build every distinct rank of a launch on memory that is never touched, and print layers, parameters, "
-        "weights, gradients, optimiser, activations and peak of each stage, and the plan.",
+        help="print the memory of each stage of a launch, or its error, without a GPU",
+        description="Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
+        "gradients, optimiser, activations and peak of each stage, and the plan.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_argument = parser.add_argument
-    add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration, for a script that names none")
+    add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration of a script that names none")
     add_argument("--world", type=int, metavar="N", required=True, help="processes of the launch")
     add_argument(
         "--seq-length", type=int, metavar="L", help="tokens of a sequence (default: the script's --seq-length)"
     )
-    add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER}; a launch must fit into one")
+    add_argument("--cluster", metavar="FILE", help=f"devices that must hold the launch: a JSON file, or {_CLUSTER}")
     add_argument(
-        "--model",
-        metavar="FILE",
-        help="in place of a script: a file of sizes or a name, as `ds_terapipe plan` takes it",
+        "--model", metavar="FILE", help="a model in place of a script: a JSON file or a name, as in `ds_terapipe plan`"
     )
     add_argument("--stages", type=int, metavar="K", default=1, help="pipeline stages of --model (default: 1)")
     add_argument(

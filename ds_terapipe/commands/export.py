@@ -20,18 +20,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "export",
-        help="write a checkpoint of a Hugging Face decoder's pipeline as a folder for from_pretrained",
-        description="Write a checkpoint of a pipeline that ds_terapipe.hf.pipeline has built as a folder for "
-        "AutoModelForCausalLM.from_pretrained: any number of stages and replicas, with ZeRO-1 or without.",
+        help="turn a checkpoint of a Hugging Face pipeline into a folder for from_pretrained",
+        description="Turn a checkpoint of a pipeline of ds_terapipe.hf.pipeline into a folder that "
+        "AutoModelForCausalLM.from_pretrained loads. Stages, replicas and ZeRO-1 may be any.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of one step, or of several: the latest"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a step, or of all steps: the latest one counts"
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to be made")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument(
-        "--dtype", choices=_TYPES, help="of the weights; default fp32 where it has masters, else as they are"
+        "--dtype",
+        choices=_TYPES,
+        help="type of the weights (default: fp32 where the checkpoint has fp32 masters, otherwise the saved type)",
     )
     add_json(parser)
     parser.set_defaults(run=export)

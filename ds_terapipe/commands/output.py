@@ -15,7 +15,9 @@ from ds_terapipe.commands.errors import CommandError
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json FILE``."""
     parser.add_argument(
-        "--json", metavar="FILE", help="also write the figures as JSON; - writes them to standard output, without table"
+        "--json",
+        metavar="FILE",
+        help="write the figures as JSON too. The name - stands for standard output, in place of the table",
     )
 
 

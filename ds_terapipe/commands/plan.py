@@ -26,7 +26,7 @@ example:
   ds_terapipe plan --ds-config ds_config.json --model model.json --stages 8 --memory-gb 12 --json -
   ds_terapipe plan --model gpt3-1b --stages 8 --sequences 8 --frozen 8,16      shapes of an elastic_pipeline
 
-The file of --output is taken by "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
+A training runs by the file of --output with "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
 """
 _SIZES = 6  # of micro-batches that are compared with the given one
 _WORTH = 0.001  # a gain that is worth a line
@@ -36,9 +36,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "plan",
-        help="the fastest slices and schedule for a model, a cluster and a batch",
-        description="Choose slices and schedule by simulation, within the memory of a device, and print them with what lost "
-        "against them: other numbers of slices, other stages, other micro-batches, interleaving, tensor parallelism.",
+        help="choose the fastest slices and schedule for a model, a cluster and a batch",
+        description="Choose slices and schedule by simulation, within the memory of a device. Print the plan above the "
+        "alternatives that are slower: other slices, stages and micro-batches, interleaving, tensor parallelism.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

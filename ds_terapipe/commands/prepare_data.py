@@ -32,9 +32,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "prepare-data",
         help="write Megatron .bin and .idx files from text files or JSON lines",
-        description="Write a Megatron dataset. A document is a text file as it is, or a text in a line of a .jsonl file. "
-        f"Without --tokenizer a token is a byte and token {END_OF_DOCUMENT} ends a document, so --vocab-size is "
-        f"{BYTE_VOCABULARY}. For BERT a document is the lines of a text.",
+        description="Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. "
+        f"Without --tokenizer a token is a byte, and token {END_OF_DOCUMENT} ends a document. --vocab-size is then "
+        f"{BYTE_VOCABULARY}.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,40 +44,46 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="PATH",
         help="files or folders (default: the sources of Python's standard library)",
     )
-    parser.add_argument("--pattern", default=None, help='names to take from folders, e.g. "*.txt" (default: all files)')
+    parser.add_argument(
+        "--pattern", default=None, help='pattern of the files to read from folders, e.g. "*.txt" (default: all files)'
+    )
     parser.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="of an object in a .jsonl file, each a document, one after another (default: text)",
+        help="keys of a .jsonl file's objects whose texts are documents, in this order (default: text)",
     )
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="a tokenizer.json, as transformers saves it (default: bytes)"
+        "--tokenizer", metavar="FILE", help="tokenizer.json of a Hugging Face tokenizer (default: bytes)"
     )
     parser.add_argument(
         "--append-eod",
         nargs="?",
         const="",
         metavar="TOKEN",
-        help="end documents of a tokenizer with a token of it (default: eos_token of the tokenizer_config.json beside it)",
+        help="end each document with this token (default: eos_token of the tokenizer_config.json beside the tokenizer)",
     )
     parser.add_argument(
         "--split-sentences",
         action="store_true",
-        help="for BERT: a document is the lines of a text that are not empty, in pieces of at most "
-        f"{LONGEST_SENTENCE} tokens, without an end; texts of one line are left out",
+        help="write sentences for BERT: the lines of a text, in pieces of at most "
+        f"{LONGEST_SENTENCE} tokens. Texts of one line are left out",
     )
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes (default: 1); all give the same files"
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes (default: 1). Their number does not change the files",
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     parser.add_argument(
         "--make-vocab-size-divisible-by",
         type=int,
         default=128,
         metavar="N",
-        help="for the padded vocabulary that is reported (default: %(default)s, as train.py's)",
+        help="divisor of the padded vocabulary that the command prints (default: %(default)s, as in train.py)",
     )
     add_json(parser)
     parser.set_defaults(run=prepare_data)

@@ -53,18 +53,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "report",
-        help="show versions, whether the hook on DeepSpeed is on, and the state of the ops",
-        description="Show the installed versions, whether ds_terapipe's hook on deepspeed.initialize is on and what it "
-        "wraps, which private names of DeepSpeed and Megatron were found, whether FusedLamb's op can be used, and what killed "
-        "launches have left: locks of compilations, and DeepSpeed's buffers in shared memory.",
+        help="show versions, the hook on DeepSpeed, ops, and files of killed launches",
+        description="Show the installed versions, the state of the hook on deepspeed.initialize and of FusedLamb's op, and "
+        "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
+        "DeepSpeed's buffers in shared memory.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--remove-stale-locks",
         action="store_true",
-        help="remove locks of compilations that no process of this machine holds; not while another one that shares the folder "
-        "compiles",
+        help="remove locks of compilations that no process of this machine holds. No other machine that shares the folder may be "
+        "compiling",
     )
     add_json(parser)
     parser.set_defaults(run=report)

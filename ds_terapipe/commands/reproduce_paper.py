@@ -20,21 +20,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "reproduce-paper",
         help="simulate the ten settings of the TeraPipe paper beside their published times",
-        description="Simulate the settings of the TeraPipe paper (ICML 2021): without slices, with the paper's, with equal "
-        "ones, with longer sequences, and with our own best slices. At most seven unsliced or uniform figures calibrate the "
-        "model; every figure with the paper's own slices is a prediction.",
+        description="Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal "
+        "ones, and with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure "
+        "with the paper's slices is a prediction.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--uncalibrated", action="store_true", help="no figure calibrates: rates from the datasheets alone"
+        "--uncalibrated", action="store_true", help="take the rates of the datasheets, without calibration"
     )
     parser.add_argument(
         "--granularity",
         type=int,
         default=8,
         metavar="TOKENS",
-        help="of our own best slices (default: %(default)s, the paper's)",
+        help="divisor of the lengths of our best slices (default: %(default)s, as in the paper)",
     )
     add_json(parser)
     parser.set_defaults(run=reproduce_paper)

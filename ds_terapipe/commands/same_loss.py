@@ -27,9 +27,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "same-loss",
-        help="run a launch twice for some steps, with our keys and without, and compare the losses",
-        description="Run a launch on this machine twice, with our keys and as with them disabled. End each run after some steps, "
-        "and compare the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data.",
+        help="run a launch with our keys and without, and compare the losses",
+        description="Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare "
+        "the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--most", type=float, default=1e-3, metavar="SHARE", help="largest relative difference (default: 0.001)"
     )
     add_json(parser)
-    parser.add_argument("launch", nargs="+", metavar="-- COMMAND", help="the launch, as you start it")
+    parser.add_argument("launch", nargs="+", metavar="-- COMMAND", help="command of the launch")
     parser.set_defaults(run=same_loss)
 
 

@@ -21,8 +21,8 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig
 
 EXAMPLE = """\
 example:
-  ds_terapipe schema                                        print it
-  ds_terapipe schema --output ds_config.schema.json         a file for an editor
+  ds_terapipe schema                                        print the schema
+  ds_terapipe schema --output ds_config.schema.json         write a file for an editor
 
 VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]} in its settings.
 """
@@ -33,12 +33,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "schema",
         help="print the JSON schema of our keys in ds_config.json, for editors",
-        description="Print a JSON schema of the keys in ds_config.json that belong to this package. DeepSpeed's own keys pass. "
-        "Rules between keys are checked when a training starts.",
+        description="Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no "
+        "rules between keys: a training checks them at its start.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--output", metavar="FILE", help="write it to a file in place of printing it")
+    parser.add_argument("--output", metavar="FILE", help="write the schema to a file, and print nothing")
     parser.set_defaults(run=run)
 
 

@@ -11,7 +11,7 @@ from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 
 EXAMPLE = """\
 example:
-  ds_terapipe shapes history.jsonl                          steps, shapes, and who had which layers
+  ds_terapipe shapes history.jsonl                          steps, shapes, layers of each process
   ds_terapipe shapes history.jsonl --output shapes.svg
 """
 
@@ -20,14 +20,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "shapes",
-        help="show or draw which shape an elastic pipeline had at which step",
-        description="Print the shapes that a training with elastic_pipeline had, with the layers of each process, or draw "
-        "them. The file is written by elastic_pipeline.history_path.",
+        help="print or draw the shapes of an elastic pipeline",
+        description="Print or draw the shapes of a training with elastic_pipeline, with the layers of each process.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE", help="what elastic_pipeline.history_path names")
-    parser.add_argument("--output", metavar="FILE", help="draw them as an SVG file in place of printing them")
+    parser.add_argument("file", metavar="FILE", help="file of elastic_pipeline.history_path")
+    parser.add_argument("--output", metavar="FILE", help="draw the shapes into an SVG file, and print nothing")
     add_json(parser)
     parser.set_defaults(run=shapes)
 

@@ -29,7 +29,7 @@ from ds_terapipe.tracing.chrome import events_of, write
 
 EXAMPLE = """\
 example:
-  ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         no cost needed to draw
+  ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         without costs
   ds_terapipe simulate --model gpt3-175b --stages 48 --tensor-parallel 8 --sequences 2 --slices 128x16
   ds_terapipe simulate --plan plan.json --measured costs.json --trace predicted.json          opens in Perfetto
   ds_terapipe simulate --model gpt3-13b --stages 8 --tensor-parallel 8 --sequences 8 --compare --picture compare.svg
@@ -44,9 +44,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "simulate",
-        help="time and draw a schedule, or several under each other",
-        description="Run the actions that the engine executes against the costs: step time, what the bubble is made of, "
-        "memory, picture, trace. Without any cost a sequence takes 1 forward and 2 backward on each stage.",
+        help="time, draw and compare schedules",
+        description="Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its "
+        "memory. Without costs, a sequence takes 1 forward and 2 backward on each stage.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -56,7 +56,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="1F1B and interleaved 1F1B without slices, and all schedules of slices, under each other",
+        help="compare all schedules of slices with 1F1B and interleaved 1F1B without slices",
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as an SVG file")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")

@@ -16,7 +16,7 @@ from ds_terapipe.tracing.summary import as_table, summarise
 
 EXAMPLE = """\
 example:
-  ds_terapipe trace trace.json                                       per stage: busy, waiting for whom, bubble
+  ds_terapipe trace trace.json                                       per stage: busy, bubble, waits
   ds_terapipe trace trace.json --step 4 --picture step4.svg
   ds_terapipe trace trace.json predicted.json --merged both.json     measured and predicted in one file for Perfetto
 """
@@ -26,15 +26,15 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "trace",
-        help="summarise traces, draw them, lay them into one file",
-        description="Print what each stage of a trace did: computing, waiting and for whom, and the share of the schedule that "
-        "is bubble. Traces are written by token_pipeline.trace_path and by --trace of `ds_terapipe simulate`.",
+        help="summarise, draw and merge traces",
+        description="Print each stage's time of computing, of waiting for each other stage, and its bubble. "
+        "token_pipeline.trace_path and `ds_terapipe simulate` with --trace write traces.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Chrome trace files")
-    parser.add_argument("--step", type=int, metavar="N", help="only this step (default: all; a picture: the last)")
-    parser.add_argument("--picture", metavar="FILE", help="draw the traces under each other as an SVG file")
+    parser.add_argument("--step", type=int, metavar="N", help="step to read (default: all; for a picture: the last)")
+    parser.add_argument("--picture", metavar="FILE", help="draw the traces below each other into an SVG file")
     parser.add_argument("--merged", metavar="FILE", help="write all events into one Chrome trace file")
     add_json(parser)
     parser.set_defaults(run=trace)

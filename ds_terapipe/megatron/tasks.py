@@ -38,44 +38,72 @@ def at_least(least: int) -> Callable[[str], int]:
 positive = at_least(1)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with the defaults of arguments that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.default is not None and action.default is not False
+        return super()._get_help_string(action) if shown else action.help
+
+
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the arguments of all models; each task checks those that its model needs."""
     add = group.add_argument
-    add("--model", choices=list(TASKS), default="gpt")
-    add("--num-layers", type=positive, required=True)
-    add("--hidden-size", type=positive, required=True)
-    add("--num-attention-heads", type=positive, required=True)
-    add("--ffn-hidden-size", type=positive, help="default: 4 x hidden size, 8/3 x with --swiglu")
-    add("--num-query-groups", type=positive, help="key and value heads, default: one for each attention head")
-    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm")
-    add("--swiglu", action="store_true")
-    add("--disable-bias-linear", action="store_true")
-    add("--attention-dropout", type=float, default=0.0)
-    add("--hidden-dropout", type=float, default=0.0)
-    add("--init-method-std", type=float, default=0.02)
+    add("--model", choices=list(TASKS), default="gpt", help="kind of model")
+    add("--num-layers", type=positive, required=True, help="Transformer layers")
+    add("--hidden-size", type=positive, required=True, help="width of the layers")
+    add("--num-attention-heads", type=positive, required=True, help="attention heads of a layer")
+    add(
+        "--ffn-hidden-size",
+        type=positive,
+        help="width of the MLP (default: 4 times the hidden size, 8/3 times with --swiglu)",
+    )
+    add(
+        "--num-query-groups",
+        type=positive,
+        help="key and value heads of a layer (default: one for each attention head)",
+    )
+    add("--normalization", choices=["LayerNorm", "RMSNorm"], default="LayerNorm", help="kind of norms")
+    add("--swiglu", action="store_true", help="use SwiGLU in the MLP, in place of GELU")
+    add("--disable-bias-linear", action="store_true", help="leave out the biases of linear layers")
+    add("--attention-dropout", type=float, default=0.0, help="dropout of attention weights")
+    add("--hidden-dropout", type=float, default=0.0, help="dropout of hidden states")
+    add("--init-method-std", type=float, default=0.02, help="standard deviation of the first weights")
 
 
 def add_text_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of GPT and BERT."""
     add = group.add_argument
-    add("--seq-length", type=positive)
-    add("--max-position-embeddings", type=positive, help="default: --seq-length")
-    add("--position-embedding-type", choices=["learned_absolute", "rope"], default="learned_absolute")
-    add("--rotary-percent", type=float, default=1.0)
-    add("--rotary-base", type=positive, default=10000)
-    add("--vocab-size", type=positive, help="GPT: token ids in the data, before padding")
-    add("--make-vocab-size-divisible-by", type=positive, default=128, help="times the tensor parallel size")
-    add("--untie-embeddings-and-output-weights", action="store_true")
-    add("--sequence-parallel", action="store_true", help="GPT: tensor-parallel ranks share the tokens between layers")
-    add("--data-path", nargs="+", help="prefix of .bin and .idx, or weight prefix weight prefix ...")
-    add("--reset-position-ids", action="store_true", help="GPT: positions begin at 0 in each document of a sample")
-    add("--reset-attention-mask", action="store_true", help="GPT: documents of a sample do not see each other")
-    add("--eod-id", type=int, help="GPT: token that ends a document, where prepare-data named one; default: the last")
-    add("--eod-mask-loss", action="store_true", help="GPT: no loss of the token after a document's end")
-    add("--data-cache-path", help="where the order of samples is kept, default: beside the data")
+    add("--seq-length", type=positive, help="tokens of a sample")
+    add(
+        "--max-position-embeddings",
+        type=positive,
+        help="rows of the table of learned positions (default: --seq-length)",
+    )
+    positions = ["learned_absolute", "rope"]
+    add("--position-embedding-type", choices=positions, default=positions[0], help="kind of positions")
+    add("--rotary-percent", type=float, default=1.0, help="share of a head that rotates, for rope")
+    add("--rotary-base", type=positive, default=10000, help="base of the rotations, for rope")
+    add("--vocab-size", type=positive, help="GPT: number of token ids in the data, before padding")
+    add(
+        "--make-vocab-size-divisible-by",
+        type=positive,
+        default=128,
+        help="divisor of the padded vocabulary of a tensor-parallel rank",
+    )
+    add("--untie-embeddings-and-output-weights", action="store_true", help="give the head a weight of its own")
+    add(
+        "--sequence-parallel", action="store_true", help="GPT: divide tokens among tensor-parallel ranks between layers"
+    )
+    add("--data-path", nargs="+", help="prefix of a .bin and .idx file, or: weight prefix weight prefix ...")
+    add("--reset-position-ids", action="store_true", help="GPT: restart positions in each document of a sample")
+    add("--reset-attention-mask", action="store_true", help="GPT: keep attention within a document")
+    add("--eod-id", type=int, help="GPT: token that ends a document, as prepare-data prints it (default: the last one)")
+    add("--eod-mask-loss", action="store_true", help="GPT: leave the token after the end of a document out of the loss")
+    add("--data-cache-path", help="folder for the order of samples (default: beside the data)")
     add(
         "--vocab-file",
-        help="BERT: its tokens, one a line; default: bytes, as prepare-data --split-sentences writes them",
+        help="BERT: file with a token a line (default: bytes, as of prepare-data with --split-sentences)",
     )
     add("--mask-prob", type=float, default=0.15, help="BERT: share of tokens to predict")
     add("--short-seq-prob", type=float, default=0.1, help="BERT: share of samples that are shorter than --seq-length")
@@ -84,11 +112,11 @@ def add_text_arguments(group: argparse._ArgumentGroup) -> None:
 def add_image_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of ViT."""
     add = group.add_argument
-    add("--data", metavar="DIR", help="ViT: a folder with a folder of images for each class")
-    add("--img-h", type=positive, default=224)
-    add("--img-w", type=positive, default=224)
-    add("--patch-dim", type=positive, default=16)
-    add("--num-channels", type=int, choices=[1, 3], default=3)
+    add("--data", metavar="DIR", help="folder with a folder of images for each class")
+    add("--img-h", type=positive, default=224, help="height of an image in pixels")
+    add("--img-w", type=positive, default=224, help="width of an image in pixels")
+    add("--patch-dim", type=positive, default=16, help="side of a patch in pixels")
+    add("--num-channels", type=int, choices=[1, 3], default=3, help="colours of an image")
 
 
 class Task(ABC):

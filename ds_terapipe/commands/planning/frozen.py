@@ -32,9 +32,8 @@ def add_frozen(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--frozen",
         metavar="F,F",
-        help="in place of a plan the shapes that an elastic_pipeline could take with the first F entries of the layer list "
-        "frozen, counted as elastic_pipeline.freeze.frozen_layers (the embedding is one); several: a table for each. "
-        "--memory-gb then is all that a rank may hold, as elastic_pipeline.resize.memory_gb",
+        help="print the shapes of an elastic_pipeline whose first F entries are frozen, in place of a plan. F counts entries of "
+        "the layer list, the embedding included. Each F has a table. --memory-gb limits the whole memory of a rank here",
     )
 
 

@@ -71,7 +71,7 @@ class Inputs:
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that both subcommands have."""
-    costs = parser.add_argument_group("what it costs")
+    costs = parser.add_argument_group("costs")
     costs.add_argument(
         "--ds-config", metavar="FILE", help="DeepSpeed configuration: batch sizes and the block token_pipeline"
     )
@@ -80,34 +80,40 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER} (the default)")
     costs.add_argument(
-        "--measured", metavar="FILE", help="measurements of token_pipeline.measurements_path in place of estimates"
+        "--measured",
+        metavar="FILE",
+        help="measurements in place of estimates: a file of token_pipeline.measurements_path",
     )
-    shape = parser.add_argument_group("what for")
+    shape = parser.add_argument_group("training")
     shape.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     shape.add_argument("--tensor-parallel", type=int, metavar="T", help="devices that share each layer (default: 1)")
     shape.add_argument("--data-parallel", type=int, metavar="D", help="replicas (default: 1)")
     shape.add_argument("--stage-layers", metavar="N,N", help="Transformer layers of each stage (default: even)")
     shape.add_argument("--sequences", type=int, metavar="B", help="sequences of one replica in a step")
-    shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches that these are divided into")
+    shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of one replica in a step")
     shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {_SEQ_LENGTH})")
-    shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="the only schedule to use (default: auto, the best)")
+    shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="schedule to use (default: auto, the fastest)")
     shape.add_argument(
-        "--granularity", type=int, metavar="TOKENS", help="unequal slices are multiples of it (default: 8)"
+        "--granularity", type=int, metavar="TOKENS", help="divisor of the lengths of unequal slices (default: 8)"
     )
     shape.add_argument(
         "--memory-gb",
         type=float,
         metavar="GB",
-        help="what activations and buffers may take on a device, in 1e9 bytes, as token_pipeline.memory_gb (default: the "
-        "cluster's memory, weights and optimiser counted, or what was free when it was measured)",
+        help="limit for activations and buffers of a device, in 1e9 bytes, as token_pipeline.memory_gb. Default: the cluster's "
+        "memory less weights and optimiser, or the free memory at the time of the measurements",
     )
     shape.add_argument(
-        "--search", type=float, default=10.0, metavar="SECONDS", help="search for a better order (default: 10; 0: none)"
+        "--search",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="time of the search for a better order (default: 10; 0: no search)",
     )
     shape.add_argument(
         "--weight-gradients",
         choices=("micro_batch", "slice"),
-        help="made once per micro-batch (default) or with each slice",
+        help="make weight gradients once per micro-batch (default) or with each slice",
     )
 
 
