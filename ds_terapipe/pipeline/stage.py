@@ -105,7 +105,9 @@ class Stage:
         self._memory = memory if memory is not None else StepMemory()
         self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
-        self._parameters: list[nn.Parameter] = []  # trained ones, in the present step: the walk is long beside an action
+        self._parameters: list[
+            nn.Parameter
+        ] = []  # trained ones, in the present step: the walk is long beside an action
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
         # micro-batches with some of their weight gradients made, and how many groups of layers have all
@@ -161,10 +163,7 @@ class Stage:
         Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        with (
-            self._gradients.around(self._parameters, first, last),
-            self.context.backward(unit, self._batch.span(unit)),
-        ):
+        with self._gradients.around(self._parameters, first, last), self.context.backward(unit, self._batch.span(unit)):
             if self.losses is not None:
                 self.losses.backward(unit, self._gradients.scale)
             else:
