@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -27,12 +28,12 @@ class Span:
     stop: int
     total: int
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Number of tokens in the slice."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the slice is an uncut sequence."""
         return self.length == self.total

@@ -7,7 +7,7 @@ sends nor receives: ``runtime.py`` passes its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeAlias
 
@@ -105,6 +105,9 @@ class Stage:
         self._memory = memory if memory is not None else StepMemory()
         self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
+        self._parameters: list[
+            nn.Parameter
+        ] = []  # trained ones, in the present step: the walk is long beside an action
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
         # micro-batches with some of their weight gradients made, and how many groups of layers have all
@@ -114,6 +117,7 @@ class Stage:
         """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
         actions."""
         self._batch, self.losses = batch, losses
+        self._parameters = [p for module in self.layers.modules for p in module.parameters() if p.requires_grad]
         self.context.documents_of = batch.documents
         self.context.weight_gradients = self.weight_gradients if weights_apart else None
 
@@ -159,23 +163,17 @@ class Stage:
         Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        with (
-            self._gradients.around(self._parameters(), first, last),
-            self.context.backward(unit, self._batch.span(unit)),
-        ):
+        with self._gradients.around(self._parameters, first, last), self.context.backward(unit, self._batch.span(unit)):
             if self.losses is not None:
                 self.losses.backward(unit, self._gradients.scale)
             else:
                 outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
                 torch.autograd.backward(outputs, gradients)
-        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._parameters()))
+        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._parameters))
         if last:
             self.context.release(unit.micro_batch)
         inputs = [t for t in as_tuple(self._inputs.pop(unit)) if t.requires_grad]
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs]
-
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for module in self.layers.modules for parameter in module.parameters())
 
     def make_weight_gradients(self, unit: Unit, group: Group = ALL) -> None:
         """Make the weight gradients of the unit's slice and later slices of its micro-batch, in a group of the layers."""
@@ -186,7 +184,7 @@ class Stage:
             self._making[micro_batch] = made
         of = None if group == ALL else (lambda weight: self.layers.layer_of(weight) in layers)
         made_here = self._memory.weight_gradients(self.number, self.weight_gradients)
-        with self._gradients.around(self._parameters(), first, last), made_here:
+        with self._gradients.around(self._parameters, first, last), made_here:
             self.weight_gradients.make(micro_batch, first_slice, of)
 
     @property

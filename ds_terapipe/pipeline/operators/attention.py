@@ -40,7 +40,7 @@ class SliceAttention(torch.autograd.Function):
         call: kernels.Call,
     ) -> Tensor:
         state.write(k, v, span)
-        keys, values = state.keys(first, span.stop)
+        ctx.keys = keys, values = state.keys(first, span.stop)
         ctx.kernel = DocumentAttention if call.documents is not None else kernels.choose(q, keys, values, mask, call)
         out: Tensor
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
@@ -52,10 +52,8 @@ class SliceAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, *saved = ctx.saved_tensors
-        state, span, first = ctx.state, ctx.span, ctx.first
-        keys, values = state.keys(first, span.stop)
-        gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, keys, values, mask, ctx.call)
-        dk, dv = state.add_gradients(gradients.k, gradients.v, span, first)
+        gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, *ctx.keys, mask, ctx.call)
+        dk, dv = ctx.state.add_gradients(gradients.k, gradients.v, ctx.span, ctx.first)
         return gradients.q, dk, dv, gradients.mask, None, None, None, None
 
 
@@ -134,10 +132,12 @@ def slice_attention(
     """
     span = context.span
     assert span is not None
-    if q.dim() not in (3, 4) or k.dim() != q.dim() or v.dim() != q.dim():
-        raise PlacementError(f"attention over tensors of {q.dim()} dimensions ({context.describe()}): must be 3 or 4")
-    batched = q.dim() == 4
-    q, k, v = (t if batched else t.unsqueeze(0) for t in (q, k, v))
+    dims = q.dim()
+    if dims not in (3, 4) or k.dim() != dims or v.dim() != dims:
+        raise PlacementError(f"attention over tensors of {dims} dimensions ({context.describe()}): must be 3 or 4")
+    batched = dims == 4
+    if not batched:
+        q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     layout = None if context.documents is None else context.documents.layout(span)
     if layout is not None and mask is not None:
         raise refuse_model(f"an attention mask beside packed documents ({context.describe()})", "leave one of them out")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ class AttentionState:
     def __init__(self, k: Tensor, v: Tensor, total: int) -> None:
         self.k = k.new_empty((*k.shape[:2], total, k.shape[3]), requires_grad=False)
         self.v = v.new_empty((*v.shape[:2], total, v.shape[3]), requires_grad=False)
+        self._form = _form(k, v)
         self.filled = 0
         self.differentiated_from = total  # gradients of tokens from here on were returned
         self._dk: Tensor | None = None
@@ -22,10 +25,7 @@ class AttentionState:
 
     def fits(self, k: Tensor, v: Tensor) -> bool:
         """Whether a slice's ``k`` and ``v`` have the buffers' shape and dtype."""
-        return all(
-            new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3] and new.dtype == old.dtype
-            for new, old in ((k, self.k), (v, self.v))
-        )
+        return self._form == _form(k, v)
 
     def awaits(self, k: Tensor, v: Tensor, span: Span) -> bool:
         """Whether the buffers hold keys and values of this form for the slice, and its backward is still to come."""
@@ -53,20 +53,30 @@ class AttentionState:
         These are complete. The first share of a sequence becomes the buffers, so the caller must not use ``dk`` and
         ``dv`` afterwards.
         """
+        start, length = span.start, span.length
         if self._dk is None or self._dv is None:
             wide = torch.float64 if self.k.dtype == torch.float64 else torch.float32
             missing = (0, 0, first, self.k.shape[2] - span.stop)
             self._dk, self._dv = (F.pad(t.to(wide), missing) if any(missing) else t.to(wide) for t in (dk, dv))
+            own_k, own_v = self._dk.narrow(2, start, length), self._dv.narrow(2, start, length)
         else:
+            own_k, own_v = self._dk.narrow(2, start, length), self._dv.narrow(2, start, length)
+            if self.differentiated_from <= start:
+                # returned before: two calls over identical keys and values may have been recomputed into one state
+                own_k.zero_()
+                own_v.zero_()
             self._dk.narrow(2, first, span.stop - first).add_(dk)
             self._dv.narrow(2, first, span.stop - first).add_(dv)
-        self.differentiated_from = span.start
-        own_k, own_v = (t.narrow(2, span.start, span.length) for t in (self._dk, self._dv))
-        complete = own_k.to(self.k.dtype, copy=True), own_v.to(self.v.dtype, copy=True)
-        # returned once: two calls over identical keys and values may have been recomputed into one state
-        own_k.zero_()
-        own_v.zero_()
-        return complete
+        self.differentiated_from = start
+        if own_k.dtype == self.k.dtype:
+            return own_k.clone(), own_v.clone()
+        return own_k.to(self.k.dtype), own_v.to(self.v.dtype)
+
+
+def _form(k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """Return what the keys and values of all slices have in common."""
+    (batch, heads, _, size), (v_batch, v_heads, _, v_size) = k.shape, v.shape
+    return batch, heads, size, k.dtype, v_batch, v_heads, v_size, v.dtype
 
 
 def _other_bits(a: Tensor, b: Tensor) -> Tensor:

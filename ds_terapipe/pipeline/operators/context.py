@@ -54,8 +54,9 @@ class CallForm(NamedTuple):
     def of(cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> CallForm:
         """Return the form of a call: q [..., heads, slice, d], k [..., kv heads, slice, d], v [..., kv heads, slice,
         dv]."""
-        heads, kv_heads = (t.shape[-3] if t.dim() > 2 else 1 for t in (q, k))
-        return cls(causal, heads, kv_heads, q.shape[-1], v.shape[-1])
+        queries, keys = q.shape, k.shape
+        heads = queries[-3] if len(queries) > 2 else 1
+        return cls(causal, heads, keys[-3] if len(keys) > 2 else 1, queries[-1], v.shape[-1])
 
 
 class SliceContext:

@@ -73,16 +73,13 @@ def deferred_embedding(
 
 def keeper_of(weight: Tensor) -> WeightGradients | None:
     """Return the keeper of a weight's deferred gradients; None if they are not deferred."""
-    context = SliceContext.current
-    return context.keeper if context is not None and torch.is_grad_enabled() and _waits(weight) else None
+    return _keeper(weight) if torch.is_grad_enabled() else None
 
 
 def keeper_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> WeightGradients | None:
     """Return :func:`keeper_of` a linear layer's weight; None if it is not deferred here."""
-    context = SliceContext.current
-    if context is None or not torch.is_grad_enabled() or not waits_as_linear(input, weight, bias):
-        return None
-    return context.keeper
+    keeper = keeper_of(weight)
+    return keeper if keeper is not None and _differentiates(input, bias) else None
 
 
 def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -91,16 +88,17 @@ def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     A checkpoint's first run has no graph, and both runs must round alike. Under autocast autograd makes the gradient of
     the weight's copy; the same holds for a bias computed from something else.
     """
-    if bias is not None and not bias.is_leaf:
-        return False
-    return not torch.is_autocast_enabled(input.device.type) and _waits(weight)
+    return _keeper(weight) is not None and _differentiates(input, bias)
 
 
-def _waits(weight: Tensor) -> bool:
+def _keeper(weight: Tensor) -> WeightGradients | None:
     context = SliceContext.current
-    if context is None or context.keeper is None:
-        return False
-    return weight.is_leaf and weight.requires_grad and weight.dim() == 2
+    keeper = None if context is None else context.keeper  # first: None where nothing is deferred
+    return keeper if keeper is not None and weight.is_leaf and weight.requires_grad and weight.dim() == 2 else None
+
+
+def _differentiates(input: Tensor, bias: Tensor | None) -> bool:
+    return (bias is None or bias.is_leaf) and not torch.is_autocast_enabled(input.device.type)
 
 
 class EmbeddingCalls(TorchFunctionMode):

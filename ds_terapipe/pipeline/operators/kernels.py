@@ -194,12 +194,11 @@ class CpuFlash(Formula):
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
     ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
         """Implement :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
-        folded, square = fold_groups(q, k.shape[1]), CpuFlash._square(q, k, mask, call)
-        bias = None if square else _fold_mask(mask, q, k, call.window)
+        folded, bias = fold_groups(q, k.shape[1]), CpuFlash._bias(q, k, mask, call)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            folded, k, v, 0.0, square, attn_mask=bias, scale=call.scale
+            folded, k, v, 0.0, bias is None, attn_mask=bias, scale=call.scale
         )
-        return out.reshape(q.shape), (folded, out, lse), q.shape
+        return out if folded is q else out.reshape(q.shape), (folded, out, lse), None if folded is q else q.shape
 
     @staticmethod
     def backward(
@@ -207,18 +206,18 @@ class CpuFlash(Formula):
     ) -> Gradients:
         """Implement :meth:`Formula.backward`."""
         folded, out, lse = saved
-        q = folded.reshape(kept)
-        square = CpuFlash._square(q, k, mask, call)
+        bias = CpuFlash._bias(grad, k, mask, call)
         dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            fold_groups(grad, k.shape[1]).contiguous(), folded, k, v, out, lse, 0.0, square,
-            attn_mask=None if square else _fold_mask(mask, q, k, call.window), scale=call.scale,
+            fold_groups(grad, k.shape[1]).contiguous(), folded, k, v, out, lse, 0.0, bias is None,
+            attn_mask=bias, scale=call.scale,
         )  # fmt: skip
-        return Gradients(dq.reshape(kept), dk, dv)
+        return Gradients(dq if kept is None else dq.reshape(kept), dk, dv)
 
     @staticmethod
-    def _square(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> bool:
-        # the first slice: no mask to read, and the kernel skips what lies above the diagonal
-        return mask is None and call.window is None and q.shape[1:3] == k.shape[1:3]
+    def _bias(q: Tensor, k: Tensor, mask: Tensor | None, call: Call) -> Tensor | None:
+        if mask is None and call.window is None and q.shape[1:3] == k.shape[1:3]:
+            return None  # the first slice: no mask to read, and the kernel skips what lies above the diagonal
+        return _fold_mask(mask, q, k, call.window)
 
 
 class CudaFlash(Formula):

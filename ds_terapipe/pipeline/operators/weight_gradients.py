@@ -116,11 +116,13 @@ class WeightGradients:
         layers, call = self._layers[self._unit.micro_batch], 0
         # a tied weight may be used by several rules, or with a bias in one place and without in another
         key = rule, tuple(map(id, parameters)), call
-        while rule.needs_all and key in layers and layers[key].has(self._unit.slice):
+        kept = layers.get(key)
+        while kept is not None and rule.needs_all and kept.has(self._unit.slice):
             key = *key[:2], (call := call + 1)
-        if key not in layers:
-            layers[key] = _Kept(rule, parameters)
-        layers[key].add(self._unit.slice, operands)
+            kept = layers.get(key)
+        if kept is None:
+            kept = layers[key] = _Kept(rule, parameters)
+        kept.add(self._unit.slice, operands)
 
     def make(self, micro_batch: int, first_slice: int = 0, of: Callable[[Tensor], bool] | None = None) -> None:
         """Make the gradients of a micro-batch and accumulate them like a backward pass: hooks of a parameter run once.
