@@ -105,9 +105,8 @@ class Stage:
         self._memory = memory if memory is not None else StepMemory()
         self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
-        self._parameters: list[
-            nn.Parameter
-        ] = []  # trained ones, in the present step: the walk is long beside an action
+        # trained ones, in the present step: a walk over all modules is long beside an action
+        self._parameters: list[nn.Parameter] = []
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
         # micro-batches with some of their weight gradients made, and how many groups of layers have all
@@ -202,4 +201,4 @@ class Stage:
         self.weight_gradients.clear()
         self.context.clear()
         self.context.weight_gradients, self.context.documents_of = None, {}
-        self._batch, self.losses = StepBatch(), None  # inputs and labels are no longer needed
+        self._batch, self.losses, self._parameters = StepBatch(), None, []  # inputs and labels are no longer needed
