@@ -397,17 +397,16 @@ def _put(path: Path, data: bytes) -> None:
 
 def _share_gloo_thread() -> None:
     """Let all groups of gloo have one thread that looks after their messages: each group's own wakes up 100 times a second."""
-    from torch.distributed import ProcessGroupGloo as gloo
+    from torch.distributed import ProcessGroupGloo as Gloo
 
-    init, options = gloo.__init__, gloo._Options
-    shared = gloo.create_default_device()
+    init, shared = Gloo.__init__, Gloo.create_default_device()
 
     def with_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        chosen = options()
-        chosen._devices, chosen._timeout = [shared], timeout
-        init(group, store, rank, size, chosen)
+        options = Gloo._Options()
+        options._devices, options._timeout = [shared], timeout
+        init(group, store, rank, size, options)
 
-    gloo.__init__ = with_shared
+    Gloo.__init__ = with_shared
 
 
 def _join_group() -> tuple[int, int]:

@@ -4,8 +4,6 @@ Its folder of tests is copied, and the copy is changed where the tests need more
 file: imported in every process of the tests, it puts our key into the configurations and sees to it that the engine is ours.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -7,8 +7,6 @@ with three quarters. Columns: ours unfrozen on two stages, ours frozen on two st
 Then the time that a change of shape takes.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace

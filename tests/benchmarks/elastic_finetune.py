@@ -11,8 +11,6 @@ stages are put together on every rank, and each rank classifies its share of the
 output folder; started again, the benchmark makes the missing ones.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ that do not fill a batch are left out: every step is of one epoch. Models are li
 every partition.
 """
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections.abc import Sequence

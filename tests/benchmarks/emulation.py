@@ -8,8 +8,6 @@ the engine's own work and the lateness of sleeps take no time in the simulator: 
 fifteen minutes.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

@@ -7,8 +7,6 @@ All optimizers share parameters, gradients and moments: each keeps the same two 
 leaves the next can go on with, and a model needs 16 bytes per parameter however many columns there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from copy import deepcopy

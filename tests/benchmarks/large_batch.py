@@ -12,8 +12,6 @@ predicted: of these 80 % show [MASK], 10 % another byte and 10 % the byte itself
 Each finished run is a line in the output folder; started again, the benchmark makes the missing ones.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import statistics

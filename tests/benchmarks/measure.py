@@ -8,8 +8,6 @@ minimum over the rounds that are left. With fewer than three of those the figure
 What is measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -84,7 +82,7 @@ class Settings(NamedTuple):
 
     rounds: int = 5
     attempts: int = 15
-    patience: int = 30
+    patience: int = 30 if device.NAME == "cpu" else 0  # cores are not all that a GPU's step waits for
     repeats: int = 16
 
 
@@ -249,10 +247,7 @@ def parser(module: str, doc: str, rounds: int = 0) -> argparse.ArgumentParser:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """Read the settings from the command line."""
-    if options.quick:
-        return Settings(1, 1, 0, 2)
-    patience = Settings().patience if device.NAME == "cpu" else 0  # cores are not all that a GPU's step waits for
-    return Settings(options.rounds, 3 * options.rounds, patience)
+    return Settings(1, 1, 0, 2) if options.quick else Settings(options.rounds, 3 * options.rounds)
 
 
 class Report:

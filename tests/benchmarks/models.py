@@ -1,7 +1,5 @@
 """Models of the columns: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

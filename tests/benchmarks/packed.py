@@ -3,8 +3,6 @@
 ``python -m tests.benchmarks.packed`` trains the same documents both ways and prints both times, and the largest tensor of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

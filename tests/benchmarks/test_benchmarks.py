@@ -1,7 +1,5 @@
 """The results that docs quote, and what benchmarks conclude from what runs bring."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

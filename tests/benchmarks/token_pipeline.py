@@ -6,8 +6,6 @@ per step of every column and the ratio to DeepSpeed's PipelineEngine, which is r
 ``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace

@@ -9,8 +9,6 @@ hosts; and DeepSpeed's Ulysses attention with PyTorch's DistributedDataParallel.
 a CPU.)
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle
@@ -76,6 +74,13 @@ def system(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
         sys.exit(f"two_hosts: {' '.join(command)}: {error.stderr.strip()}")
+
+
+class Measured(NamedTuple):
+    """Result of the rounds, and the bytes per second of the link."""
+
+    result: Result
+    bandwidth: float
 
 
 def on_hosts(arguments: Sequence[str]) -> Measured:
@@ -195,13 +200,6 @@ def columns(workload: Workload) -> dict[str, Column]:
     }  # fmt: skip
     settle = {"auto": settling()}
     return {name: Column(name, partial(way, workload), settle.get(name, 0)) for name, way in ways.items()}
-
-
-class Measured(NamedTuple):
-    """Result of the rounds, and the bytes per second of the link."""
-
-    result: Result
-    bandwidth: float
 
 
 def rank(options: Any, sequences: int) -> None:
