@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from multiprocessing import forkserver
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from tests import shown, spawn
 from tests.pool import Launch
 
-_STARTERS = (subprocess, spawn, shown)
+_STARTERS = (forkserver, subprocess, spawn, shown)
 
 
 def starts_processes(item: pytest.Item) -> bool:

@@ -185,12 +185,12 @@ class Column(NamedTuple):
     trains: str = "everything"
 
 
-def check_losses(losses: Mapping[str, Sequence[float]], trains: Mapping[str, str], tolerance: float = LOSS_TOLERANCE) -> None:
+def check_losses(losses: Mapping[str, Sequence[float]], trains: Mapping[str, str], limit: float = LOSS_TOLERANCE) -> None:
     """Raise WrongResult where a column's losses are not those of the first that trains the same."""
     firsts: dict[str, str] = {}
     for name, found in losses.items():
         first = firsts.setdefault(trains[name], name)
-        if not all(abs(a - b) <= tolerance for a, b in zip(found, losses[first], strict=True)):
+        if not all(abs(a - b) <= limit for a, b in zip(found, losses[first], strict=True)):
             raise WrongResult(f"{name} has losses {found} in its first steps, {first} has {losses[first]}")
 
 
