@@ -74,7 +74,8 @@ gpu-four: venv ## on four GPUs: a GPT on four stages, with slices and without
 	@$(RUN) bash configs/gpu.sh 4
 
 gpu-speed: venv ## on two GPUs: a step of one long sequence, in slices and without
-	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=$${GPUS:-2} NCCL_MULTI_RANK_GPU_ENABLE=1 python -m tests.benchmarks.token_pipeline \
+	$(RUN) TESTS_DEVICE=cuda TESTS_GPUS=$${GPUS:-2} NCCL_MULTI_RANK_GPU_ENABLE=1 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=$$(($${GPUS:-2} * 50)) \
+		python -m tests.benchmarks.token_pipeline \
 		--batches 1 --layers 8 --hidden 2048 --heads 16 --sequence 8192 --bf16 --rounds 3 --steps 3 --columns deepspeed,ours4,ours8,twice4 $(ARGS)
 
 docs: ## the site of docs/ in build/site, strict, in its own environment .venv-docs: a CI job beside `.ci/run`

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,12 +27,12 @@ class Span:
     stop: int
     total: int
 
-    @cached_property
+    @property
     def length(self) -> int:
         """Number of tokens in the slice."""
         return self.stop - self.start
 
-    @cached_property
+    @property
     def is_whole(self) -> bool:
         """Whether the slice is an uncut sequence."""
         return self.length == self.total

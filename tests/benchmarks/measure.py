@@ -193,7 +193,7 @@ def check_losses(losses: Mapping[str, Sequence[float]], trains: Mapping[str, str
             raise WrongResult(f"{name} has losses {found} in its first steps, {first} has {losses[first]}")
 
 
-def side_by_side(columns: Sequence[Column], settings: Settings, steps: int, tolerance: float = LOSS_TOLERANCE) -> Result:
+def side_by_side(columns: Sequence[Column], settings: Settings, steps: int, limit: float = LOSS_TOLERANCE) -> Result:
     """Rounds over columns, all alive at once; the fastest of so many ``steps`` counts. For both ranks.
 
     The second loss that is compared is of weights that the first step's gradients made.
@@ -205,7 +205,7 @@ def side_by_side(columns: Sequence[Column], settings: Settings, steps: int, tole
         dist.all_gather_object(ranks, [step() for _ in range(2)])
         losses[column.name] = next(found for found in ranks if None not in found)
         say(f"{column.name}: losses {losses[column.name]}")
-    check_losses(losses, {column.name: column.trains for column in columns}, tolerance)
+    check_losses(losses, {column.name: column.trains for column in columns}, limit)
     for column in columns:
         timed(ways[column.name], column.settling)
     return run_rounds({name: lambda step=step: min(timed(step, steps)) for name, step in ways.items()}, settings)

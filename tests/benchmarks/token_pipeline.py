@@ -157,8 +157,8 @@ def main() -> None:
     for sequences in options.batches:
         every, steps = columns(Workload(shape, sequences)), options.steps or (2 if sequences <= 2 else 1)
         chosen = [every[name] for name in options.columns or every if options.columns or name not in OPTIONAL]
-        tolerance = measure.BF16_TOLERANCE if options.bf16 else measure.LOSS_TOLERANCE
-        arguments = chosen, measure.settings_of(options), steps, tolerance
+        limit = measure.BF16_TOLERANCE if options.bf16 else measure.LOSS_TOLERANCE
+        arguments = chosen, measure.settings_of(options), steps, limit
         result = measure.on_ranks(measure.side_by_side, *arguments, ranks=options.stages)
         report.add(f"B={sequences}", result, result.table(f"B={sequences}", "deepspeed"))
 

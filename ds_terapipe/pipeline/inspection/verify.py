@@ -29,6 +29,7 @@ from ds_terapipe.schedule import Unit
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TINY = 1e-30
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # operators of ATen
 
 
 class Record(NamedTuple):
@@ -59,14 +60,11 @@ class _Rounding(TorchDispatchMode):
         return result
 
 
-_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-
-
 @contextmanager
 def _no_dropout() -> Iterator[None]:
     """Context manager that disables dropout in its operators; the modules' train and eval state stays.
 
-    It holds for TorchScript too, which torch-function modes do not see.
+    TorchScript calls these operators too; a torch-function mode does not see it, and is called for every attribute of a tensor.
     """
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradCPU", "AutogradCUDA"):
