@@ -1,7 +1,4 @@
-"""A run that is killed at any point goes on from its last checkpoint, to the bit.
-
-At three points; tests/benchmarks/elastic_killed.py has any number.
-"""
+"""A run that is killed at three points goes on from its last checkpoint, to the bit. (Any number: tests/benchmarks/elastic_killed.py.)"""
 
 from __future__ import annotations
 
