@@ -1,4 +1,6 @@
-"""A run that is killed at three points goes on from its last checkpoint, to the bit. (Any number: tests/benchmarks/elastic_killed.py.)"""
+"""A run that is killed at three points goes on from its last checkpoint, to the bit.
+
+tests/benchmarks/elastic_killed.py has any number of points."""
 
 from __future__ import annotations
 
