@@ -29,7 +29,7 @@ from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
 from ds_terapipe.pipeline.ends import follow_places
 from ds_terapipe.pipeline.evaluation import evaluate
-from ds_terapipe.pipeline.gradients import DeepSpeedGradients, reduce_large_in_place
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.loss_state import keep_loss_state
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.parameter_groups import occupy, unused
@@ -39,6 +39,7 @@ from ds_terapipe.pipeline.recording.accounting import new_memory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import StepReport
 from ds_terapipe.pipeline.recording.trace import Recorder, new_trace
+from ds_terapipe.pipeline.replicas import ReplicaGradients, follow_replicas
 from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.runtime import PipelineRuntime
 from ds_terapipe.pipeline.set_slices import hash_of, set_slices
@@ -78,7 +79,7 @@ class TokenPipelineEngine(PipelineEngine):
         self._controller: Controller = controller or Controller()
         super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
-        for hook in (clip_by_true_norm, reduce_large_in_place, keep_loss_state, follow_places):
+        for hook in (clip_by_true_norm, follow_replicas, keep_loss_state, follow_places):
             hook(self)
         pipelines = self.grid.pipe_groups
         view = RankView.of(Placement.plain(self.num_stages), self.global_rank, pipelines)
@@ -125,6 +126,7 @@ class TokenPipelineEngine(PipelineEngine):
             )
             if cuts(self.token_pipeline.slices) or getattr(self.module, "documents_of", None) is not None:
                 self._runtime.intercept()
+            self._replicas = ReplicaGradients(self, self._runtime.stages)
             self._watchdog.begin(self.global_steps, (), self._runtime.view)
             self._switches = [(name, p, p.requires_grad) for name, p in self.module.named_parameters()]
             self._layer_times = LayerTimes([stage.layers for stage in self._runtime.stages.values()], self.device)

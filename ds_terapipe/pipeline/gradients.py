@@ -7,22 +7,18 @@ micro-batch (``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.overrides import override
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
-
-_ALONE = 2**18  # elements from which on a separate message is faster than two copies (and needs no memory)
 
 
 class DeepSpeedGradients:
@@ -99,42 +95,3 @@ def reduce_tied(engine: Any, reduce: Callable[[], None]) -> None:
         reduce()
     finally:
         del engine.module.get_tied_weights_and_groups
-
-
-def reduce_replicas(engine: Any, reduce: Callable[[], None]) -> None:
-    """Reduce gradients over replicas; ``reduce``, which is DeepSpeed's, would flatten and copy those of a single one."""
-    if engine.is_data_parallel or isinstance(engine.optimizer, ZeROOptimizer):
-        reduce()
-        return
-    for parameter in engine.module.parameters():
-        if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
-            parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
-
-
-def reduce_large_in_place(engine: Any) -> None:
-    """Have an engine reduce large gradients in place, where DeepSpeed reduces a flat copy."""
-    override(engine, "allreduce_no_retain", _all_reduce_in_place)
-
-
-def _all_reduce_in_place(
-    engine: Any, reduce: Callable[..., None], bucket: Sequence[Tensor], dp_group: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Override ``DeepSpeedEngine.allreduce_no_retain``; ``reduce`` is DeepSpeed's."""
-    world_size = kwargs.get("dp_world_size") or dist.get_world_size(dp_group)
-    large: list[Tensor] = []
-    small: list[Tensor] = []
-    for gradient in bucket:
-        alone = gradient.numel() >= _ALONE and gradient.dtype == engine.communication_data_type
-        (large if alone and gradient.is_contiguous() else small).append(gradient)
-    before, after = 1.0, 1.0  # as ``allreduce_bucket`` of DeepSpeed 0.19.8 averages
-    if engine.gradient_average:
-        before = 1.0 / (engine.gradient_predivide_factor() if engine.postscale_gradients() else world_size)
-        after = engine.gradient_predivide_factor() / world_size if engine.postscale_gradients() else 1.0
-    if large and before != 1.0:
-        torch._foreach_mul_(large, before)
-    sums = [dist.all_reduce(gradient, group=dp_group, async_op=True) for gradient in large]
-    reduce(small, dp_group, *args, **kwargs)
-    for each in sums:
-        each.wait()
-    if large and after != 1.0:
-        torch._foreach_mul_(large, after)

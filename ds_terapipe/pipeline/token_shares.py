@@ -83,7 +83,7 @@ def sum_over_shares(engine: Any, shares: TokenShares) -> None:
     """
     of_type: dict[torch.dtype, list[Tensor]] = {}
     parameter: Any
-    for parameter in _of_own_share(engine.module):
+    for parameter in summed_over_shares(engine.module):
         gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
         if gradient is not None:
             of_type.setdefault(gradient.dtype, []).append(gradient)
@@ -95,7 +95,7 @@ def sum_over_shares(engine: Any, shares: TokenShares) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _of_own_share(module: nn.Module) -> list[nn.Parameter]:
+def summed_over_shares(module: nn.Module) -> list[nn.Parameter]:
     """Return trained norms, and biases behind row-parallel products.
 
     Megatron marks these parameters. Megatron-DeepSpeed's norm for devices without its fused one marks its weight only.

@@ -12,10 +12,11 @@ from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
 from ds_terapipe.pipeline.batch import StepBatch, own
 from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.gradients import reduce_replicas, reduce_tied
+from ds_terapipe.pipeline.gradients import reduce_tied
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.operators.interception import not_deferred_line
 from ds_terapipe.pipeline.recording.report import emit, log_step
+from ds_terapipe.pipeline.replicas import reduce_replicas
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.step_runner import StepRequest
 from ds_terapipe.pipeline.token_shares import sum_over_shares
@@ -89,7 +90,8 @@ def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:
 
 def run(engine: Any, batch: StepBatch, grid: Grid, request: StepRequest) -> None:
     """Run the schedule, and hand the losses to DeepSpeed's methods, which read them from the engine."""
-    observers = [*engine.observers, engine._recorder, engine._layer_times]
+    engine._replicas.expect(grid[engine._runtime.view.place])
+    observers = [engine._replicas, *engine.observers, engine._recorder, engine._layer_times]
     try:
         losses = engine._steps.run(engine._runtime, request, batch, grid, engine.global_steps, observers)
     except BaseException:

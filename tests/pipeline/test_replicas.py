@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_terapipe.pipeline.gradients import _ALONE, reduce_large_in_place
+from ds_terapipe.pipeline.replicas import _ALONE, ReplicaGradients, follow_replicas
 from tests.spawn import launched
 
 LARGE, SMALL = ((_ALONE,), (3, _ALONE // 2)), ((8,), (_ALONE - 1,), (2, 4))
@@ -49,7 +49,8 @@ class Engine(DeepSpeedEngine):
 class Ours(Engine):
     def __init__(self, **setting: Any) -> None:
         super().__init__(**setting)
-        reduce_large_in_place(self)
+        self._replicas = ReplicaGradients(self, {})
+        follow_replicas(self)
 
 
 def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:

@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from functools import partialmethod
 from inspect import signature
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import distributed, nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.pipeline import replicas
 from ds_terapipe.pipeline.documents import Documents
 from tests.elastic import training
 from tests.megatron import common
@@ -136,6 +138,7 @@ def falling(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
 
 
+@mock.patch.object(replicas, "_ALONE", 1)  # as if all gradients were large
 def train(rank: int, world_size: int, row: Row, folder: str) -> Found:
     """Train as the row says, and go on from its checkpoint."""
     outputs_of_cache.OutputCache._compare = lambda self: None  # whether it pays to read is another test's
@@ -171,7 +174,7 @@ class _Run:
     """An engine that starts in a layout, and the data that its ranks get: those of the replica at the start."""
 
     def __init__(self, row: Row, start: Layout) -> None:
-        self.row, self.start, self.wrong = row, start, list[str]()
+        self.row, self.start, self.wrong, self.taken = row, start, list[str](), 0
         self.engine = _engine_of(row, start)
         replica, share = self.engine.grid.data_parallel_id, row.micro_batches // start.replicas
         self.mine = slice(replica * share, (replica + 1) * share)
@@ -210,6 +213,11 @@ class _Run:
         ]
         if row.is_elastic and row.freeze == "schedule":
             facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
+        if not row.is_elastic:
+            early = here.replicas > 1 and row.precision != "ZeRO-1" and self.taken > 0
+            stages = {s for s in engine._runtime.stages if engine.placement.goes_backward(s)} if early else set()
+            facts.append(("stages reduced before the others' ends", engine._replicas._ended, stages))
+        self.taken += 1
         if row.placement != "plain":
             back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
             facts.append(("places", engine.module.stage_places, (*range(here.stages), *back)))

@@ -1,0 +1,206 @@
+"""Gradients of replicas: each is reduced where it is, from the last action of its stage on.
+
+DeepSpeed 0.19.8 reduces a flat copy of all gradients after the schedule and after tied gradients
+(``DeepSpeedEngine.allreduce_bucket`` in runtime/engine.py). Tied gradients are complete on the first stage last of all, so
+the other stages would idle until then, and reduce afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from torch import Tensor
+from torch.nn import Parameter
+
+from ds_terapipe.overrides import override
+from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.stage import Stage
+from ds_terapipe.pipeline.token_shares import summed_over_shares
+from ds_terapipe.schedule import Action, Op
+
+_ALONE = 2**18  # elements from which on a separate message is faster than two copies (and needs no memory)
+
+
+class _Begun(NamedTuple):
+    """An all-reduce that has begun: of ``message``, which is ``gradient`` itself or its copy of another type."""
+
+    gradient: Tensor
+    message: Tensor
+    work: Any
+
+
+class ReplicaGradients(Observer):
+    """All-reduces of large gradients over replicas, begun while other stages still run.
+
+    Gradients that other ranks or stages add to afterwards (of tied weights, or of tokens shared by ranks) begin after the
+    schedule, and so do those that DeepSpeed's ZeRO optimizers partition.
+
+    Args:
+        engine: a ``DeepSpeedEngine``; its method ``allreduce_no_retain`` is overridden by `follow_replicas`.
+        stages: this rank's stages, by number.
+    """
+
+    def __init__(self, engine: Any, stages: Mapping[int, Stage]) -> None:
+        # weak, since the engine holds this
+        self._engine: Any = weakref.proxy(engine)
+        self._stages = stages
+        self._complete: dict[int, list[Parameter]] | None = None  # parameters whose gradients a stage completes
+        self._last: dict[Action, int] = {}  # stages, by their last actions in this step
+        self._order: list[int] = []  # stages whose all-reduces have not begun
+        self._ended: set[int] = set()
+        self._begun: dict[int, _Begun] = {}  # by the gradient's address
+        self._connected: Any = None  # the group over which this rank has reduced
+
+    def expect(self, row: Sequence[Action]) -> None:
+        """Set the actions of the step that begins."""
+        makes = (Op.BACKWARD, Op.WEIGHT_GRADIENTS)
+        last = {action.stage: action for action in row if action.op in makes}
+        self._begun.clear()
+        self._ended.clear()
+        # rows of replicas can differ where their sequences do, and all-reduces must not
+        self._order = sorted(last, reverse=True) if last and self._can_begin() else []
+        self._last = {last[stage]: stage for stage in self._order}
+
+    @property
+    def watches(self) -> bool:
+        """Whether a stage's gradients can begin in this step."""
+        return bool(self._last)
+
+    def action_ends(self, action: Action) -> None:
+        """Begin with the gradients of a stage that has run its last action, if later stages have."""
+        if action not in self._last:
+            return
+        self._ended.add(self._last[action])
+        while self._order and self._order[0] in self._ended:
+            stage = self._order.pop(0)
+            with self._engine._recorder.collective(f"reduce stage {stage}: begin"):
+                self._begin(self._of_stage(stage))
+
+    def all_reduce(
+        self, reduce: Callable[..., None], bucket: Sequence[Tensor], dp_group: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Reduce gradients, as ``DeepSpeedEngine.allreduce_no_retain`` (``reduce``) does; collective."""
+        engine, begun = self._engine, list[_Begun]()
+        world_size = kwargs.get("dp_world_size") or dist.get_world_size(dp_group)
+        before, after = _factors(engine, world_size)
+        large: list[Tensor] = []
+        small: list[Tensor] = []
+        for gradient in bucket:
+            done, rest = self._take(gradient)
+            begun += done
+            for each in rest:
+                alone = each.numel() >= _ALONE and each.dtype == engine.communication_data_type
+                (large if alone and each.is_contiguous() else small).append(each)
+        begun += _begin(large, before, dp_group, engine.communication_data_type)
+        if small:
+            reduce(small, dp_group, *args, **kwargs)
+        for one in begun:
+            one.work.wait()
+        if begun and after != 1.0:
+            torch._foreach_mul_([one.message for one in begun], after)
+        for gradient, message, _ in begun:
+            if message is not gradient:
+                gradient.copy_(message)
+        self._connected = dp_group
+
+    def _can_begin(self) -> bool:
+        engine = self._engine
+        group = engine.mpu.get_data_parallel_group()
+        # the first collective of a group connects its ranks, which can wait for messages of the pipeline
+        if self._connected is not group or dist.get_world_size(group) == 1:
+            return False
+        partitioned = isinstance(engine.optimizer, ZeROOptimizer) and not isinstance(engine.optimizer, BF16_Optimizer)
+        return engine.pipeline_enable_backward_allreduce and not partitioned and not engine.has_moe_layers
+
+    def _of_stage(self, stage: int) -> list[Tensor]:
+        """Return the large gradients that a stage has completed; the same on all replicas."""
+        if self._complete is None:
+            self._complete = self._complete_ones()
+        found: list[Any] = [parameter for parameter in self._complete[stage] if parameter.requires_grad]
+        if self._engine.using_bf16_optimizer:
+            return [parameter._hp_grad for parameter in found]
+        for parameter in found:
+            if parameter.grad is None:  # another replica may have it
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in found]
+
+    def _complete_ones(self) -> dict[int, list[Parameter]]:
+        module = self._engine.module
+        shared = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
+        shared |= {id(parameter) for parameter in summed_over_shares(module)}
+        of_stage = {number: _parameters(stage) for number, stage in self._stages.items()}
+        used = Counter(id(parameter) for parameters in of_stage.values() for parameter in parameters)
+        return {
+            number: [p for p in parameters if p.numel() >= _ALONE and used[id(p)] == 1 and id(p) not in shared]
+            for number, parameters in of_stage.items()
+        }
+
+    def _begin(self, gradients: Iterable[Tensor]) -> None:
+        engine, group = self._engine, self._connected
+        whole = [gradient.detach() for gradient in gradients if not gradient.is_sparse and gradient.is_contiguous()]
+        before, _ = _factors(engine, dist.get_world_size(group))
+        for each in _begin(whole, before, group, engine.communication_data_type):
+            self._begun[each.gradient.data_ptr()] = each
+
+    def _take(self, gradient: Tensor) -> tuple[list[_Begun], list[Tensor]]:
+        """Return the all-reduces that have begun of a gradient, or of parts of a flat one, and the parts that have not."""
+        begin, size = gradient.data_ptr(), gradient.element_size()
+        inside = [at for at in self._begun if begin <= at < begin + gradient.numel() * size]
+        if not inside:
+            return [], [gradient]
+        taken = [self._begun.pop(at) for at in sorted(inside)]
+        flat, rest, done = gradient.detach().view(-1), [], 0
+        for each in taken:
+            start = (each.gradient.data_ptr() - begin) // size
+            rest.append(flat[done:start])
+            done = start + each.gradient.numel()
+        rest.append(flat[done:])
+        return taken, [each for each in rest if each.numel()]
+
+
+def follow_replicas(engine: Any) -> None:
+    """Have an engine reduce gradients over replicas by its `ReplicaGradients`."""
+    override(
+        engine, "allreduce_no_retain", lambda engine, *args, **kwargs: engine._replicas.all_reduce(*args, **kwargs)
+    )
+
+
+def reduce_replicas(engine: Any, reduce: Callable[[], None]) -> None:
+    """Reduce gradients over replicas; ``reduce``, which is DeepSpeed's, would flatten and copy those of a single one."""
+    if engine.is_data_parallel or isinstance(engine.optimizer, ZeROOptimizer):
+        reduce()
+        return
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad and parameter.grad is None and parameter.numel() > 0:
+            parameter.grad = torch.zeros_like(parameter)  # optimisers decay a weight whose gradient is zero
+
+
+def _factors(engine: Any, world_size: float) -> tuple[float, float]:
+    """Return the factors before and after a sum, as ``allreduce_bucket`` of DeepSpeed 0.19.8 averages."""
+    if not engine.gradient_average:
+        return 1.0, 1.0
+    factor: float = engine.gradient_predivide_factor()
+    return (1.0 / factor, factor / world_size) if engine.postscale_gradients() else (1.0 / world_size, 1.0)
+
+
+def _begin(gradients: Sequence[Tensor], before: float, group: Any, dtype: torch.dtype) -> list[_Begun]:
+    """Begin the all-reduces of gradients in messages of a type."""
+    messages = [gradient if gradient.dtype == dtype else gradient.to(dtype) for gradient in gradients]
+    if messages and before != 1.0:
+        torch._foreach_mul_(messages, before)
+    return [
+        _Begun(gradient, message, dist.all_reduce(message, group=group, async_op=True))
+        for gradient, message in zip(gradients, messages, strict=True)
+    ]
+
+
+def _parameters(stage: Stage) -> list[Parameter]:
+    """Return the parameters of a stage's layers, each once."""
+    return list(dict.fromkeys(p for module in stage.layers.modules for p in module.parameters()))
