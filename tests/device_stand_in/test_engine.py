@@ -20,12 +20,13 @@ from tests import device
 if device.NAME != "cuda":
     pytest.skip("needs TESTS_DEVICE=cuda: make test-device, or a GPU", allow_module_level=True)
 
+from ds_terapipe.pipeline import replicas as gradients
 from ds_terapipe.pipeline.transport import p2p
 from tests.pipeline.models import Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import Exit, in_background, launched, run_to_exit
 
-LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 2, 2
+LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 3, 2
 ORDERS: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "terapipe": {},
@@ -65,7 +66,7 @@ def layers(tensors: int) -> list[Any]:
 
 def losses(rank: int, world_size: int, stages: int, tensors: int, schedule: str) -> list[float]:
     """Train; the loss of each step."""
-    replicas = world_size // stages
+    replicas, gradients._ALONE = world_size // stages, 1
     engine = build_engine(
         layers(tensors), mean_loss, micro_batches=MICRO_BATCHES // replicas, stages=stages, optimizer=ADAMW,
         token_pipeline={"slices": SLICES, "schedule": schedule, "timeout_s": TIMEOUT_S, **ORDERS[schedule]},
@@ -79,6 +80,7 @@ def losses(rank: int, world_size: int, stages: int, tensors: int, schedule: str)
         data = [micro_batch(100 * step + m, length=LENGTH, batch=BATCH, masked=False) for m in range(MICRO_BATCHES)]
         found.append(float(engine.train_batch(iter([data[m] for m in mine]))))
         assert set(engine.slices_run) == {tuple(SLICES)}
+    assert engine._replicas._ended == set(engine._runtime.stages if replicas > 1 else ()), "reduced from their last action on"
     engine.destroy()
     return found
 
