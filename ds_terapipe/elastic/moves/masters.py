@@ -8,7 +8,7 @@ memory. So code that moves parameters by name works for fp32 and for these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,6 +141,19 @@ def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None
             setattr(wrapper, name, getattr(before, name))
     if isinstance(wrapper, BF16_Optimizer):
         counting_nothing(wrapper)
+
+
+def replace(wrapper: Any, states: Mapping[int, dict[str, Any]]) -> None:
+    """Replace the masters and moments in a wrapper by whole ones; ``states``: of its parameters, by ``id``."""
+    optimizer = wrapper.optimizer
+    for members in fragments(wrapper):
+        for place in _by_master(members):
+            optimizer.state.pop(place.master, None)
+        for place in members:
+            optimizer.state[place.parameter] = dict(states.get(id(place.parameter), {}))
+    fill(wrapper)
+    if hasattr(wrapper, "_hp_optimizer_states_linked"):
+        wrapper._hp_optimizer_states_linked = False  # the next step links parameters to the new moments
 
 
 def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:
