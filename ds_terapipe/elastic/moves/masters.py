@@ -147,13 +147,17 @@ def replace(wrapper: Any, states: Mapping[int, dict[str, Any]]) -> None:
     """Replace the masters and moments in a wrapper by whole ones; ``states``: of its parameters, by ``id``."""
     optimizer = wrapper.optimizer
     for members in fragments(wrapper):
+        new = {id(place.parameter): states.get(id(place.parameter), {}) for place in members}
+        keys = {key for state in new.values() for key in state}
         for place in _by_master(members):
-            optimizer.state.pop(place.master, None)
+            old = optimizer.state[place.master]
+            # the parameters are linked to these very tensors
+            kept = {key: old[key].zero_() for key in old if key in keys and _is_like(key, old[key], place.master)}
+            old.clear()
+            old.update(kept)
         for place in members:
-            optimizer.state[place.parameter] = dict(states.get(id(place.parameter), {}))
+            optimizer.state[place.parameter] = dict(new[id(place.parameter)])
     fill(wrapper)
-    if hasattr(wrapper, "_hp_optimizer_states_linked"):
-        wrapper._hp_optimizer_states_linked = False  # the next step links parameters to the new moments
 
 
 def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:

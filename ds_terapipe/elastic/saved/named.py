@@ -17,14 +17,14 @@ from deepspeed.ops.adam import FusedAdam
 from ds_terapipe import tensor_files
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
 from ds_terapipe.elastic.moves.masters import is_wrapped, replace
-from ds_terapipe.elastic.saved.restore import FLAT, SavedStates, layout_of, numbers_of, read_by
+from ds_terapipe.elastic.saved.restore import FLAT, SavedStates, layout_of, numbers_of
 from ds_terapipe.errors import bad_value
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import PLACED_STATE
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.parameter_groups import check_inside, settings_of, tell
+from ds_terapipe.pipeline.parameter_groups import check_inside, settings_of
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
@@ -40,16 +40,9 @@ class NamedCheckpointer(Checkpointer):
         if not self.check_files(engine, folder, topology, chunks.parts, wants, places=chunks.places):
             return None
         layers = _layers(engine, self._consensus.gather)
-        tensor, mine = engine.grid.get_slice_parallel_rank(), numbers_of(engine)
-
-        def look() -> list[dict[str, Any]]:
-            files = SavedFiles(folder)
-            found = _parts_in(engine, files, folder, wants, layers)
-            files.check_bytes({part["file"] for part in read_by(found, tensor, mine)})
-            return found
-
-        saved = self.read_named(engine, folder, self.on_all(look))
-        return partial(put, engine, saved, wants.scheduler)
+        # every file is some rank's own, and has been checked
+        parts = self.on_all(lambda: _parts_in(engine, SavedFiles(folder), folder, wants, layers))
+        return partial(put, engine, self.read_named(engine, folder, parts), wants.scheduler)
 
     def read_named(self, engine: Any, folder: Path, parts: Sequence[Mapping[str, Any] | None]) -> SavedStates:
         """Read the optimizer's new state before anything is changed; collective. ``parts``: as for `SavedStates`."""
@@ -114,7 +107,6 @@ def _put_wrapped(wrapper: Any, module: torch.nn.Module, saved: SavedStates) -> N
     replace(wrapper, {id(parameters[name]): state for name, state in saved.states.items()})
     for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
         group.update({key: value for key, value in settings.items() if key in group})
-    tell(optimizer)
 
 
 # ------------------------------------------------------------------------------------------------------ names in the files
