@@ -21,6 +21,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
 from tests.elastic.test_elastic_wrapped import kept
+from tests.elastic.training import FusedAdamOnCPU
 from tests.megatron import common
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_frozen import frozen
@@ -143,20 +144,20 @@ def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
 
 
 def held(engine: Any) -> list[dict[str, Any]]:
-    """The model's weights, or masters, and moments, whole; and the loss scale."""
+    """The model's weights, or masters, and moments, whole; loss scale and step counts."""
     names, wrapper, state = dict(engine.module.named_parameters()), engine.optimizer, engine.basic_optimizer.state
     wrapped = hasattr(wrapper, "optimizer")
     of_name = kept(engine) if wrapped else {name: (p, *map(state[p].get, MOMENTS)) for name, p in names.items()}
     found = {id(names[name]): tensors for name, tensors in of_name.items()}
     whole = [common.whole_tensors(engine.module, lambda p, n=n: found[id(p)][n]) for n in range(3)]  # type: ignore[misc]
-    return [*whole, {"scale": np.array(getattr(wrapper, "loss_scale", 0))}]
+    return [*whole, {"scale": np.array([getattr(wrapper, "loss_scale", 0), max(float(each["step"]) for each in state.values())])}]
 
 
 def exchanged(engines: dict[str, Any], folder: str, precision: str) -> Iterator[tuple[Any, ...]]:
     """Who saved and who loaded, what the two held then, and their losses from there on."""
     for number, (saver, engine) in enumerate(engines.items()):
         first, second = ([step] for step in steps_of(2 * len(engines), 2)[2 * number :][:2])
-        train(engine, first)
+        train(engine, first * 2)
         engine.save_checkpoint(f"{folder}/{precision}", tag=saver)
         saved, losses = held(engine), train(engine, second).losses
         for loader in (name for name in engines if name not in (saver, "own")):
@@ -170,7 +171,7 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
     found, pairs, errors = list[Any](), list[Any](), list[str]()
     allow_fp16()
     for precision, (config, names) in PRECISIONS.items():
-        options: dict[str, Any] = {"optimizer": GIVEN["adamw"], "config": config}
+        options: dict[str, Any] = {"optimizer": FusedAdamOnCPU if precision == "fp16" else GIVEN["adamw"], "config": config}
         engines = {n: build_engine(tied_gpt(), masked_loss, token_pipeline=KEYS[n], **options) for n in names}
         for engine in engines.values():
             tied = [comm["ranks"] for comm in engine.module.tied_comms.values()]

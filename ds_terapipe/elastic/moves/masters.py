@@ -121,7 +121,7 @@ def taking_no_step(optimizer: Any) -> Iterator[None]:
 
 
 def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None:
-    """Move masters and moments, which `unwrap` has left in the parameters' state, into a new wrapper.
+    """Move masters and moments, which `unwrap` or `replace` has left in the parameters' state, into a wrapper.
 
     Args:
         wrapper: around the same optimiser.
