@@ -20,6 +20,7 @@ from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
+from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS
 from tests.elastic.test_elastic_wrapped import kept
 from tests.elastic.training import FusedAdamOnCPU
 from tests.megatron import common
@@ -44,14 +45,9 @@ def placed(*places: Any, own: Any = ()) -> Placement:
         functions = [layer(kind) if isinstance(kind, str) else kind for kind in kinds]
         weights = [*own, *(p for f in functions for module in modules_of(f) for p in module.parameters())]
         # numbers are numpy's where DeepSpeed searched for layers by type
-        place = {
-            "stage_id": number,
-            "_local_start": np.int64(start),
-            "_local_stop": start + len(functions),
-            "forward_funcs": functions,
-            "tied_comms": {},
-        }
-        modules.append(SimpleNamespace(**place, parameters=partial(list, weights)))
+        place = {"stage_id": number, "_local_start": np.int64(start), "_local_stop": start + len(functions)}
+        parts = {"forward_funcs": functions, "tied_comms": {}, "parameters": partial(list, weights)}
+        modules.append(SimpleNamespace(**place, **parts))
         start += len(kinds)
     found = Threads(len(modules)).run(lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))
     assert all(other == found[0] for other in found)
@@ -136,7 +132,6 @@ KEYS = {"own": None, "plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "p
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}  # another scale after each step
 PRECISIONS = {"bf16": (BF16, ("plain", "v")), "fp16": (FP16, ("plain", "v")), "fp32": ({}, tuple(KEYS))}
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
@@ -146,8 +141,8 @@ def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
 def held(engine: Any) -> list[dict[str, Any]]:
     """The model's weights, or masters, and moments, whole; loss scale and step counts."""
     names, wrapper, state = dict(engine.module.named_parameters()), engine.optimizer, engine.basic_optimizer.state
-    wrapped = hasattr(wrapper, "optimizer")
-    of_name = kept(engine) if wrapped else {name: (p, *map(state[p].get, MOMENTS)) for name, p in names.items()}
+    plain = {} if hasattr(wrapper, "optimizer") else {name: (p, *map(state[p].get, MOMENTS)) for name, p in names.items()}
+    of_name = plain or kept(engine)
     found = {id(names[name]): tensors for name, tensors in of_name.items()}
     whole = [common.whole_tensors(engine.module, lambda p, n=n: found[id(p)][n]) for n in range(3)]  # type: ignore[misc]
     return [*whole, {"scale": np.array([getattr(wrapper, "loss_scale", 0), max(float(each["step"]) for each in state.values())])}]
@@ -168,7 +163,7 @@ def exchanged(engines: dict[str, Any], folder: str, precision: str) -> Iterator[
 
 def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any], list[str]]:
     """Of each placement weights at the start, names, ranks of tied layers; all that is exchanged; and errors."""
-    found, pairs, errors = list[Any](), list[Any](), list[str]()
+    found, pairs = list[Any](), list[Any]()
     allow_fp16()
     for precision, (config, names) in PRECISIONS.items():
         options: dict[str, Any] = {"optimizer": FusedAdamOnCPU if precision == "fp16" else GIVEN["adamw"], "config": config}
@@ -184,7 +179,8 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
         states["optimizer"]["state"][1]["exp_avg"] = torch.zeros(3)
         torch.save(states, torn)
     before = held(engine)
-    errors.append(raised(partial(engine.load_checkpoint, f"{folder}/fp32", tag="own")))
+    errors = [raised(partial(engine.load_checkpoint, f"{folder}/fp32", tag="own"))]
+    assert all(map(same, before, held(engine)))
     assert engine.load_checkpoint(f"{folder}/fp32", tag="own", load_optimizer_states=False)[0] is not None
     assert all(map(same, before[1:], held(engine)[1:])) and not same(before[0], held(engine)[0])
     errors.append(raised(partial(engine.set_slices, "auto")))
