@@ -179,6 +179,35 @@ def saved_masters(state: Any) -> Iterator[Tensor]:
             yield torch.cat([tensor.flatten() for tensor in group]) if isinstance(group, list) else group
 
 
+def saved_fragments(state: Mapping[str, Any], sizes: Sequence[Sequence[int]]) -> list[list[tuple[int, Tensor, slice]]]:
+    """Return, for each parameter in a state of the fp16 optimizers, its number there, its master, and its elements of that.
+
+    Args:
+        state: of ``FP16_Optimizer`` or ``FP16_UnfusedOptimizer``.
+        sizes: number of elements of each parameter, by parameter group.
+    """
+    found = []
+    groups = state["optimizer_state_dict"]["param_groups"]
+    for group, masters, of_group in zip(groups, next(state[key] for key in _WHOLE if key in state), sizes, strict=True):
+        if isinstance(masters, list):
+            each = zip(group["params"], masters, of_group, strict=True)
+            found.append([(number, master, slice(0, size)) for number, master, size in each])
+        else:
+            ends = list(accumulate(of_group))
+            (number,) = group["params"]
+            found.append([(number, masters, slice(end - size, end)) for end, size in zip(ends, of_group, strict=True)])
+    return found
+
+
+def load_scale(wrapper: Any, saved: Mapping[str, Any]) -> None:
+    """Load the loss scale, and what else a wrapper's saved state has beside tensors; the masters stay."""
+    if hasattr(wrapper, "_load_global_state"):
+        wrapper._load_global_state(saved)
+    else:
+        masters = _lists(wrapper)[0]
+        wrapper.load_state_dict({**saved, masters: getattr(wrapper, masters)}, load_optimizer_states=False)
+
+
 def sizes_of(optimizer: Any) -> dict[str, Any]:
     """Return what :func:`elements` and :func:`elements_by_name` read of an optimizer, under the keys of its saved state."""
     flat = {key: getattr(optimizer, key) for key in _WHOLE if hasattr(optimizer, key)}

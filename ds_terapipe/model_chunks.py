@@ -67,9 +67,9 @@ class ModelChunks:
         return hasattr(self._module, PLACES)
 
     @property
-    def placed(self) -> dict[str, list[int]] | None:
-        """Stages and places as a checkpoint records them; None if each place has one stage."""
-        return {"parts": [*self.parts], "places": [*self.places]} if self.is_placed else None
+    def placed(self) -> dict[str, list[int]]:
+        """Stages and places as a checkpoint records them."""
+        return {"parts": [*self.parts], "places": [*self.places]}
 
     @property
     def ranges(self) -> tuple[range, ...]:

@@ -228,8 +228,13 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
 
         compat.require(key)
         kind: type[TokenPipelineEngine] = TokenPipelineEngine
+        parts: dict[str, Any] = {}
         if key == ELASTIC_PIPELINE:
             from .elastic.engine import ElasticPipelineEngine as kind
+        else:
+            from .elastic.saved.named import PlacedController
+
+            parts["controller"] = PlacedController()
     except Exception as reason:
         _cannot_run(key, reason)
 
@@ -254,7 +259,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
         cut = settings[TOKEN_PIPELINE].model_dump()
         refusals.check_config({**(whole if isinstance(whole, Mapping) else {}), TOKEN_PIPELINE: cut}, beside)
         refusals.turn_off_partitioning(engine_kwargs["config_class"].pipeline, model, beside)
-        return kind(*engine_args, **settings, **engine_kwargs)
+        return kind(*engine_args, **settings, **parts, **engine_kwargs)
 
     engine.ds_terapipe_builds = kind  # type: ignore[attr-defined]
     return engine

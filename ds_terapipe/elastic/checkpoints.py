@@ -5,15 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
 from ds_terapipe.elastic.changing import Change
-from ds_terapipe.elastic.moves.groups import level_steps
-from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
-from ds_terapipe.elastic.optimizer import wrapped
-from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put, read_by
+from ds_terapipe.elastic.moves.masters import is_wrapped
+from ds_terapipe.elastic.saved.named import NamedCheckpointer, put
+from ds_terapipe.elastic.saved.restore import about, numbers_of, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
 from ds_terapipe.elastic.saved.universal import (
     CARRIED,
@@ -29,9 +28,6 @@ from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
-from ds_terapipe.pipeline.checkpoints import Checkpointer
-from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.parameter_groups import check_inside
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.files import write_json
@@ -39,15 +35,13 @@ from ds_terapipe.plan.files import write_json
 if TYPE_CHECKING:
     from ds_terapipe.elastic.controller import ElasticController
 
-_Made = TypeVar("_Made")
 
-
-class ElasticCheckpointer(Checkpointer):
+class ElasticCheckpointer(NamedCheckpointer):
     """Saves frozen layers, the shape and the policy's state with a checkpoint, and loads it into any shape.
 
     Args:
         controller: owns the state, and applies a checkpoint's changes.
-        consensus: see :class:`Checkpointer`.
+        consensus: see :class:`NamedCheckpointer`.
     """
 
     def __init__(self, controller: ElasticController, consensus: Consensus) -> None:
@@ -56,7 +50,6 @@ class ElasticCheckpointer(Checkpointer):
 
     def write_beside(self, engine: Any, folder: Path) -> None:
         """Write the file of the elastic part into the folder of a checkpoint; collective."""
-        level_steps(engine.basic_optimizer)  # a later load may read them by name
         parts = self._consensus.gather(about(engine))
         state = {**self._state(engine), "optimizer": parts}
         self._consensus.decide(lambda: write_json(folder / ELASTIC_STATE, state))
@@ -107,13 +100,13 @@ class ElasticCheckpointer(Checkpointer):
         if state is not None and folder is not None:
             self._take_shape(engine, state, by_name)
             if by_name and optimizer and engine.basic_optimizer is not None:
-                saved = _saved(engine, folder, state)
+                saved = self.read_named(engine, folder, state.get("optimizer") or [])
         path, client_state = self.load_checked(
             engine, load, load_dir, tag, load_module_strict, load_optimizer_states and saved is None,
             load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
         if saved is not None:
-            _put(engine, saved)
+            put(engine, saved, scheduler)
         self._load_state(engine, state)
         return path, _users(client_state)
 
@@ -150,7 +143,7 @@ class ElasticCheckpointer(Checkpointer):
         Raises:
             ConfigError: on every rank; only the frozen layers may have been changed.
         """
-        universal = _on_all(self._consensus, lambda: self._read_universal(engine, load_dir, tag, optimizer))
+        universal = self.on_all(lambda: self._read_universal(engine, load_dir, tag, optimizer))
         state = universal.state
         if state is not None:
             self._take_shape(engine, state, by_name=True)
@@ -219,46 +212,6 @@ class ElasticCheckpointer(Checkpointer):
         elif engine.global_steps:
             parts.data.note_epochs(engine)
             parts.freezing.freezer.begin(engine.global_steps)
-
-
-def _on_all(consensus: Consensus, make: Callable[[], _Made]) -> _Made:
-    """Return what ``make`` returns; an error of any rank is raised on every rank; collective."""
-    made: list[_Made] = []
-    consensus.agree(error_of(lambda: made.append(make())))
-    return made[0]
-
-
-def _saved(engine: Any, folder: Path, state: Any) -> SavedStates:
-    """Read the optimizer's new state before anything is changed; collective."""
-    module, optimizer, consensus = engine.module, engine.basic_optimizer, engine._consensus
-    if not is_wrapped(engine.optimizer):
-        check_inside(optimizer, module, engine.param_names, consensus.gather, "to read a checkpoint of another shape")
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    parts, groups = state.get("optimizer") or [], len(optimizer.param_groups)
-    rank = engine.grid.get_slice_parallel_rank()
-    number_of: dict[str, int] = {}
-    for numbers in consensus.gather(numbers_of(engine)):
-        number_of |= numbers
-    return _on_all(consensus, lambda: SavedStates(folder, parts, rank, groups, number_of, trained))
-
-
-def _put(engine: Any, saved: SavedStates) -> None:
-    """Replace the optimizer's states by these; collective."""
-    with poison_on_error(engine._watchdog):
-        engine._runtime.close()
-        before, optimizer = engine.optimizer, engine.basic_optimizer
-        flat = is_wrapped(before)
-        if flat:
-            unwrap(before, engine.module)
-        put(optimizer, engine.module, saved, flat)
-        scheduler, groups = engine.lr_scheduler, optimizer.param_groups
-        if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
-            # torch's schedulers have lists by group, loaded in the checkpoint's order
-            scheduler.base_lrs = [group["initial_lr"] for group in groups]
-            scheduler._last_lr = [group["lr"] for group in groups]
-        if flat:
-            engine.optimizer = wrapped(engine, optimizer, before)
-        engine._build_runtime()
 
 
 def _users(client_state: Any) -> Any:

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
@@ -20,11 +20,13 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
+from ds_terapipe.pipeline.parameter_groups import names_in
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
+_Found = TypeVar("_Found")
 _LONG: dict[str, Any] = {"counts": False, "bounded": False}  # ranks may have very different amounts to read
 
 
@@ -159,7 +161,9 @@ class Checkpointer:
         """
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         plans = engine._slicer.state()
-        client_state = {**self.client_state(engine), **client_state, **({PLAN_STATE: plans} if plans else {})}
+        placed = {**ModelChunks(engine.module).placed, "names": names_in(engine)}
+        ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}
+        client_state = {**self.client_state(engine), **client_state, **ours}
         if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
             self.write_beside(engine, Path(save_dir) / tag)
@@ -179,8 +183,7 @@ class Checkpointer:
 
     def client_state(self, engine: Any) -> dict[str, Any]:
         """Return what is added to the client state in DeepSpeed's own files."""
-        placed = ModelChunks(engine.module).placed
-        return {} if placed is None else {PLACED_STATE: placed}
+        return {}
 
     def write_beside(self, engine: Any, folder: Path) -> None:
         """Write further files into the folder of a checkpoint."""
@@ -207,18 +210,30 @@ class Checkpointer:
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
-        folder = self.recover(engine, load_dir, tag)
+        folder, put = self.recover(engine, load_dir, tag), None
         if folder is not None and not engine.load_universal_checkpoint():
             whole = not load_module_only
             wants = wanted(
                 engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
             )
-            chunks = ModelChunks(engine.module)
-            self.check_files(engine, folder, engine.module._topo, chunks.parts, wants, places=chunks.places)
-        return self.load_checked(
-            engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
-            load_module_only, *args, **kwargs,
+            put = self.check(engine, folder, wants)
+        found = self.load_checked(
+            engine, load, load_dir, tag, load_module_strict, load_optimizer_states and put is None,
+            load_lr_scheduler_states, load_module_only, *args, **kwargs,
         )  # fmt: skip
+        if put is not None:
+            put()
+        return found
+
+    def check(self, engine: Any, folder: Path, wants: Wanted) -> Callable[[], None] | None:
+        """Check the files that are about to be read.
+
+        Returns:
+            What loads the optimizer's state after the weights; None: DeepSpeed does.
+        """
+        chunks = ModelChunks(engine.module)
+        self.check_files(engine, folder, engine.module._topo, chunks.parts, wants, places=chunks.places)
+        return None
 
     def load_checked(
         self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, *args: Any, **kw: Any
@@ -241,7 +256,7 @@ class Checkpointer:
         wants: Wanted,
         beside: Iterable[str] = (),
         places: Sequence[int] | None = None,
-    ) -> None:
+    ) -> bool:
         """Check the files that this rank is about to read, in the shape that it will have.
 
         Args:
@@ -251,21 +266,31 @@ class Checkpointer:
             places: place of each stage; None: one stage on each.
             wants: states to read beside weights.
             beside: names of further files.
+
+        Returns:
+            Whether the optimizer's state was saved with stages in other places.
         """
         module = engine.module
         layers = ModelChunks(module).functions
 
-        def check() -> None:
+        def check() -> bool:
             files = SavedFiles(folder)
-            files.check(Share.of(engine.global_rank, topology, parts, places), wants, layers)
+            elsewhere = files.check(Share.of(engine.global_rank, topology, parts, places), wants, layers)
             files.check_bytes(beside)
             loss = loss_file(module, str(folder))
             files.check_bytes_of([] if loss is None else [loss.name])
+            return elsewhere
 
-        error = error_of(check)
+        return any(self._consensus.gather(self.on_all(check)))
+
+    def on_all(self, look: Callable[[], _Found]) -> _Found:
+        """Return what ``look`` finds in files; an error of any rank is raised on every rank; collective."""
+        found: list[_Found] = []
+        error = error_of(lambda: found.append(look()))
         with self._watchdog.waiting("all ranks to look at their files", **_LONG):
             self._consensus.job.gather(None)
         self._consensus.agree(error)
+        return found[0]
 
     def recover(self, engine: Any, folder: Any, tag: Any = None) -> Path | None:
         """Restore a checkpoint that a killed job was replacing.

@@ -15,6 +15,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.constants import BFLOAT16
 from torch import nn
 
+from ds_terapipe.deepspeed_state import groups_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import UNUSED
 
@@ -24,6 +25,15 @@ OF_PARAMETERS = ("params", "param_names")
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group without its parameters."""
     return {key: value for key, value in group.items() if key not in OF_PARAMETERS}
+
+
+def names_in(engine: Any) -> list[list[str | None]]:
+    """Return the names of an engine's optimizer's parameters, by group and in its order; None for one outside the module."""
+    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+    wrapper = engine.optimizer
+    wrapped = isinstance(wrapper, DeepSpeedOptimizer)
+    groups = groups_of(wrapper) if wrapped else [group["params"] for group in getattr(wrapper, "param_groups", ())]
+    return [[name_of.get(id(parameter)) for parameter in group] for group in groups]
 
 
 def tell(optimizer: Any) -> None:

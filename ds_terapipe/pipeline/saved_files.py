@@ -25,7 +25,7 @@ from ds_terapipe.names import PLACED_STATE
 KEY = "load_checkpoint"
 _STATES = "mp_rank_*_model_states.pt"
 _OF_STATES = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # each as large as its parameter, in any optimizer
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # each as large as its parameter, in any optimizer
 _REWRITING = ("_load_from_state_dict", "load_state_dict")
 
 
@@ -76,7 +76,7 @@ class Wanted(NamedTuple):
         scheduler: whether to read the scheduler's state.
         strict: whether layers must have the same weight names.
         optimizer: optimizer whose sizes the saved one must match; None: its shape will change.
-        placed: several stages on a place, as in `ModelChunks`, whose optimizer states must have been on the same ranks.
+        placed: stages and places now, as in `ModelChunks`.
     """
 
     states: bool
@@ -94,6 +94,13 @@ def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wante
     parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
     placed = ModelChunks(engine.module).placed
     return Wanted(states, parts, scheduler and engine.lr_scheduler is not None, strict, engine.optimizer, placed)
+
+
+def is_elsewhere(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
+    """Whether a checkpoint's stages were in other places, from its record; DeepSpeed's own has none."""
+    if saved is None or now is None:
+        return now is not None and now["places"] != sorted(set(now["places"]))
+    return any(saved.get(key) != value for key, value in now.items())
 
 
 class SavedFiles:
@@ -131,13 +138,16 @@ class SavedFiles:
         """Check optional files of a checkpoint, see :meth:`check_bytes`."""
         self.check_bytes(name for name in names if self._names(name))
 
-    def check(self, share: Share, wants: Wanted, layers: Mapping[int, Any]) -> None:
+    def check(self, share: Share, wants: Wanted, layers: Mapping[int, Any]) -> bool:
         """Refuse a share that is incomplete, or not of this model.
 
         Args:
             share: share of a rank.
             wants: states to read beside weights.
             layers: layers on this rank, by entry; of others only the files are checked.
+
+        Returns:
+            Whether the optimizer's state was saved with stages in other places; sizes are compared only if not.
 
         Raises:
             ConfigError: naming a file.
@@ -148,12 +158,24 @@ class SavedFiles:
         for entry, name in of_layers.items():
             if entry in layers:
                 _check_layer(self._folder / name, layers[entry], wants.strict)
-        self._check_states(self._folder / states, share, wants)
+        found = self._check_states(self._folder / states, share, wants)
+        elsewhere = wants.states and is_elsewhere(found.get(PLACED_STATE), wants.placed)
+        if elsewhere:
+            return True
+        if wants.states and wants.parts is None and wants.optimizer is not None:
+            path, saved = self._folder / states, found["optimizer"]
+            _check_same(path, "parameter groups", elements(saved), elements(sizes_of(wants.optimizer)))
+            _check_moments(path, saved, wants.optimizer)
         for path in map(self._folder.joinpath, parts):
             saved = _read(path, ["optimizer_state_dict"])["optimizer_state_dict"]
             if wants.optimizer is not None:
                 live = elements_by_name(sizes_of(wants.optimizer))
                 _check_same(path, "parts of parameters", elements_by_name(saved), live)
+        return False
+
+    def of_optimizer(self, share: Share, parts: str | None) -> str:
+        """Return the name of the file with a rank's optimizer state; ``parts``: as in `Wanted`."""
+        return self._state_file(share, own=True) if parts is None else self._parts_files(share, parts)[0]
 
     def _names(self, pattern: str) -> list[str]:
         """Return the names of a pattern, of existing and of saved files."""
@@ -204,7 +226,7 @@ class SavedFiles:
             )
         return self._names(pattern)[:1]
 
-    def _check_states(self, path: Path, share: Share, wants: Wanted) -> None:
+    def _check_states(self, path: Path, share: Share, wants: Wanted) -> Mapping[str, Any]:
         states, names = _read(path, _OF_STATES), self._names(_STATES)
         if states["mp_world_size"] != len(names):
             raise _foreign(
@@ -219,22 +241,12 @@ class SavedFiles:
             raise ConfigError(
                 f"{KEY}: got {path} without the state of a scheduler, must have one, use load_lr_scheduler_states=False"
             )
-        if wants.states and states.get(PLACED_STATE) != wants.placed:
-            got, now = (_stages(placed) for placed in (states.get(PLACED_STATE), wants.placed))
+        if wants.states and wants.parts is None and not isinstance(states.get("optimizer"), Mapping):
             raise ConfigError(
-                f"{KEY}: got {path} with the optimizer's state of {got}, must be {now} as now, use the "
-                "token_pipeline.stages_per_place and placement that it was saved with, or load_optimizer_states=False"
+                f"{KEY}: got {path} without the optimizer's state, must have it, use load_optimizer_states=False, or the "
+                "types that it was saved with"
             )
-        if wants.states and wants.parts is None:
-            if not isinstance(states.get("optimizer"), Mapping):
-                raise ConfigError(
-                    f"{KEY}: got {path} without the optimizer's state, must have it, use load_optimizer_states=False, or the "
-                    "types that it was saved with"
-                )
-            if wants.optimizer is not None:
-                saved = states["optimizer"]
-                _check_same(path, "parameter groups", elements(saved), elements(sizes_of(wants.optimizer)))
-                _check_moments(path, saved, wants.optimizer)
+        return states
 
 
 def _read(path: Path, keys: Iterable[str]) -> Mapping[str, Any]:
@@ -266,12 +278,6 @@ def _check_layer(path: Path, layer: nn.Module, strict: bool) -> None:
         raise _foreign(path, got, "of the same layer")
 
 
-def _stages(placed: Mapping[str, Any] | None) -> str:
-    if placed is None:
-        return "one stage on each place"
-    return f"stages from entries {placed['parts'][:-1]} on places {placed['places']}"
-
-
 def _shape(value: Any) -> str:
     return str(list(getattr(value, "shape", ("no tensor",))))
 
@@ -298,7 +304,7 @@ def _check_moments(path: Path, saved: Mapping[str, Any], optimizer: Any) -> None
     """Refuse moments of another shape than their parameter, which would fail at the next step."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, state in saved.get("state", {}).items():
-        for key in _MOMENTS:
+        for key in MOMENTS:
             shape = getattr(state.get(key), "shape", None)
             if shape is not None and shape != parameters[number].shape:
                 raise _foreign(path, f"with {key} of shape {list(shape)}", _shape(parameters[number]))

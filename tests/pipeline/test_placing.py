@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +20,14 @@ from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
+from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS
+from tests.elastic.test_elastic_wrapped import kept
+from tests.elastic.training import FusedAdamOnCPU
 from tests.megatron import common
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
 from tests.pipeline.test_frozen import frozen
-from tests.pipeline.training import ADAMW, build_engine, raised, train
+from tests.pipeline.training import allow_fp16, build_engine, raised, train
+from tests.rows.train import GIVEN
 from tests.spawn import launched
 from tests.threads import Threads
 
@@ -39,14 +45,8 @@ def placed(*places: Any, own: Any = ()) -> Placement:
         functions = [layer(kind) if isinstance(kind, str) else kind for kind in kinds]
         weights = [*own, *(p for f in functions for module in modules_of(f) for p in module.parameters())]
         # numbers are numpy's where DeepSpeed searched for layers by type
-        place = {
-            "stage_id": number,
-            "_local_start": np.int64(start),
-            "_local_stop": start + len(functions),
-            "forward_funcs": functions,
-            "tied_comms": {},
-        }
-        modules.append(SimpleNamespace(**place, parameters=partial(list, weights)))
+        place = {"_local_start": np.int64(start), "_local_stop": start + len(functions), "forward_funcs": functions}
+        modules.append(SimpleNamespace(stage_id=number, tied_comms={}, parameters=partial(list, weights), **place))
         start += len(kinds)
     found = Threads(len(modules)).run(lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))
     assert all(other == found[0] for other in found)
@@ -127,55 +127,93 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 TWO = {"slices": 3, "stages_per_place": 2}
-KEYS = {"plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "placement": "v"}}
+KEYS = {"own": None, "plain": {"slices": 3}, "interleaved": TWO, "v": {**TWO, "placement": "v"}}
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}  # another scale after each step
+PRECISIONS = {"bf16": (BF16, ("plain", "v")), "fp16": (FP16, ("plain", "v")), "fp32": ({}, tuple(KEYS))}
 
 
-def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[str]]:
-    """Of each placement weights at the start and of others' checkpoints, names, ranks of tied layers; and errors."""
-    found, errors, saved = list[Any](), list[str](), dict[str, Any]()
-    for name, keys in KEYS.items():
-        engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, optimizer=ADAMW)
-        start, pairs = common.whole_tensors(engine.module), []
-        tied = [comm["ranks"] for comm in engine.module.tied_comms.values()]
-        names = {n.removeprefix("tied_modules.").split(".")[0] for n, _ in engine.module.named_parameters()}
-        for other, weights in saved.items():
-            errors.append(raised(partial(engine.load_checkpoint, folder, tag=other)))
-            assert engine.load_checkpoint(folder, tag=other, load_optimizer_states=False)[0] is not None
-            pairs.append((common.whole_tensors(engine.module), weights))
-        train(engine, steps_of(1, 2))
-        engine.save_checkpoint(folder, tag=name)
-        saved[name] = common.whole_tensors(engine.module)
-        found.append((start, pairs, names, tied))
+def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    return some.keys() == others.keys() and all((some[name] == others[name]).all() for name in others)
+
+
+def held(engine: Any) -> list[dict[str, Any]]:
+    """The model's weights, or masters, and moments, whole; loss scale and step counts."""
+    names, wrapper, state = dict(engine.module.named_parameters()), engine.optimizer, engine.basic_optimizer.state
+    plain = {} if hasattr(wrapper, "optimizer") else {name: (p, *map(state[p].get, MOMENTS)) for name, p in names.items()}
+    of_name = plain or kept(engine)
+    found = {id(names[name]): tensors for name, tensors in of_name.items()}
+    whole = [common.whole_tensors(engine.module, lambda p, n=n: found[id(p)][n]) for n in range(3)]  # type: ignore[misc]
+    return [*whole, {"scale": np.array([getattr(wrapper, "loss_scale", 0), max(float(each["step"]) for each in state.values())])}]
+
+
+def exchanged(engines: dict[str, Any], folder: str, precision: str) -> Iterator[tuple[Any, ...]]:
+    """Who saved and who loaded, what the two held then, and their losses from there on."""
+    for number, (saver, engine) in enumerate(engines.items()):
+        first, second = ([step] for step in steps_of(2 * len(engines), 2)[2 * number :][:2])
+        train(engine, first * 2)
+        engine.save_checkpoint(f"{folder}/{precision}", tag=saver)
+        saved, losses = held(engine), train(engine, second).losses
+        for loader in (name for name in engines if name not in (saver, "own")):
+            assert "terapipe" not in str(engines[loader].load_checkpoint(f"{folder}/{precision}", tag=saver)[1].keys())
+            yield saver, loader, saved, held(engines[loader]), losses, train(engines[loader], second).losses
+
+
+def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    """Of each placement weights at the start, names, ranks of tied layers; all that is exchanged; and errors."""
+    found, pairs = list[Any](), list[Any]()
+    allow_fp16()
+    for precision, (config, names) in PRECISIONS.items():
+        options: dict[str, Any] = {"optimizer": FusedAdamOnCPU if precision == "fp16" else GIVEN["adamw"], "config": config}
+        engines = {n: build_engine(tied_gpt(), masked_loss, token_pipeline=KEYS[n], **options) for n in names}
+        for engine in engines.values():
+            tied = [comm["ranks"] for comm in engine.module.tied_comms.values()]
+            layers = {n.removeprefix("tied_modules.").split(".")[0] for n, _ in engine.module.named_parameters()}
+            found.append((common.whole_tensors(engine.module), layers, tied))
+        pairs += exchanged(engines, folder, precision)
+    torn = Path(folder, "fp32", "own", "mp_rank_00_model_states.pt")
+    if rank == 0:  # of DeepSpeed's own engine: there are no checksums
+        states = torch.load(torn, weights_only=False)
+        states["optimizer"]["state"][1]["exp_avg"] = torch.zeros(3)
+        torch.save(states, torn)
+    before = held(engine)
+    errors = [raised(partial(engine.load_checkpoint, f"{folder}/fp32", tag="own"))]
+    assert all(map(same, before, held(engine)))
+    assert engine.load_checkpoint(f"{folder}/fp32", tag="own", load_optimizer_states=False)[0] is not None
+    assert all(map(same, before[1:], held(engine)[1:])) and not same(before[0], held(engine)[0])
     errors.append(raised(partial(engine.set_slices, "auto")))
     for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
         errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
-    return found, errors
+    return found, pairs, errors
 
 
 seeded, planned = launched(seeds, 2), launched(auto, 2, timeout=200, folder=True)
 spread = launched(several, 2, folder=True)
 
 
-def test_layers_go_to_their_places_with_their_weights_and_those_of_any_checkpoint(spread):
-    for found, _ in spread:
-        for start, pairs, *_ in found:
-            for some, others in ((start, found[0][0]), *pairs):
-                assert all((some[name] == others[name]).all() for name in others)
-    assert [len(pairs) for _, pairs, *_ in found] == [0, 1, 2]
-    assert [[of_rank[0][each][2:] for of_rank in spread] for each in range(3)] == [
+def test_layers_go_to_their_places_with_their_weights(spread):
+    assert all(same(start, found[4][0]) for found, *_ in spread for start, *_ in found[4:])
+    assert [[of_rank[0][each][1:] for of_rank in spread] for each in (5, 6, 7)] == [
         [({"tokens", "1", "2", "3"}, [[0, 1]]), ({"4", "5", "6", "tokens"}, [[0, 1]])],
         [({"tokens", "1", "2", "4"}, [[0, 1]]), ({"3", "5", "6", "tokens"}, [[0, 1]])],  # cut by parameters
         [({"tokens", "1", "2", "5", "6"}, [[0]]), ({"3", "4"}, [])],
     ]
 
 
-def test_states_of_another_placement_and_what_cannot_be_placed_are_refused(spread):
+def test_a_training_goes_on_in_any_placement_from_the_same_bits(spread):
+    for _, pairs, _ in spread:
+        for number, (saver, loader, saved, loaded, losses, others) in enumerate(pairs):
+            assert all(map(same, saved, loaded)), (saver, loader)
+            assert others == pytest.approx(losses, rel=1e-3 if number < 4 else 1e-6), (saver, loader)
+        assert len(pairs) == 13 and len({tuple(losses) for *_, losses, _ in pairs}) == 8
+
+
+def test_states_of_other_shapes_and_what_cannot_be_placed_are_refused(spread):
     wanted = (
-        "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
-        "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
-        '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
+        "exp_avg of shape [3], not [", '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers",
+        "1 for a model on one place",
     )  # fmt: skip
-    for _, errors in spread:
+    for _, _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):
             assert text.startswith("ConfigError: ") and part in text and "\n" not in text, text
 

@@ -61,7 +61,9 @@ def stopping(config_path: str | None) -> Iterator[None]:
     class CheckedEngine(ours):  # type: ignore[misc]
         """DeepSpeed's part of the engine's constructor, with what this package does in it."""
 
-        def __init__(self, *args: Any, token_pipeline: Any, elastic_pipeline: Any = None, **kwargs: Any) -> None:
+        def __init__(
+            self, *args: Any, token_pipeline: Any, elastic_pipeline: Any = None, controller: Any = None, **kwargs: Any
+        ) -> None:
             why, self._controller = "", Controller()
             try:
                 super(ours, self).__init__(*args, **kwargs)

@@ -8,7 +8,7 @@ memory. So code that moves parameters by name works for fp32 and for these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,7 +121,7 @@ def taking_no_step(optimizer: Any) -> Iterator[None]:
 
 
 def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None:
-    """Move masters and moments, which `unwrap` has left in the parameters' state, into a new wrapper.
+    """Move masters and moments, which `unwrap` or `replace` has left in the parameters' state, into a wrapper.
 
     Args:
         wrapper: around the same optimiser.
@@ -141,6 +141,23 @@ def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None
             setattr(wrapper, name, getattr(before, name))
     if isinstance(wrapper, BF16_Optimizer):
         counting_nothing(wrapper)
+
+
+def replace(wrapper: Any, states: Mapping[int, dict[str, Any]]) -> None:
+    """Replace the masters and moments in a wrapper by whole ones; ``states``: of its parameters, by ``id``."""
+    optimizer = wrapper.optimizer
+    for members in fragments(wrapper):
+        new = {id(place.parameter): states.get(id(place.parameter), {}) for place in members}
+        keys = {key for state in new.values() for key in state}
+        for place in _by_master(members):
+            old = optimizer.state[place.master]
+            # the parameters are linked to these very tensors
+            kept = {key: old[key].zero_() for key in old if key in keys and _is_like(key, old[key], place.master)}
+            old.clear()
+            old.update(kept)
+        for place in members:
+            optimizer.state[place.parameter] = dict(new[id(place.parameter)])
+    fill(wrapper)
 
 
 def _take_over(place: Fragment, state: dict[str, Any], of_master: dict[str, Any], bucket: Bucket | None) -> None:

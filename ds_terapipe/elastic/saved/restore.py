@@ -1,7 +1,7 @@
 """Optimiser state of a checkpoint by parameter name, for an engine of another shape.
 
 DeepSpeed 0.19.8 writes a torch optimiser's state with the other states of a stage, parameters by number. The flat parts
-of ``BF16_Optimizer`` and ZeRO-1 are in a file for each rank, with the location of every name. The names and files are
+of ``BF16_Optimizer`` and ZeRO are in a file for each rank, with the location of every name. The names and files are
 recorded when a checkpoint is saved (:func:`about`).
 """
 
@@ -10,19 +10,28 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
-from ds_terapipe.deepspeed_state import groups_of, saved_partitions
+from ds_terapipe.deepspeed_state import groups_of, saved_fragments, saved_partitions
 from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.pipeline.parameter_groups import settings_of, tell
+from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
+from ds_terapipe.pipeline.saved_files import MOMENTS
 
-_PLAIN, _FLAT, _FP16 = "plain", "flat", "fp16"
+PLAIN, FLAT, WHOLE = "plain", "flat", "fp16"  # a torch optimizer's; parts of replicas; of fp16 without ZeRO
+
+
+def layout_of(engine: Any) -> str:
+    """Return how an engine saves its optimizer's state."""
+    if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
+        return FLAT
+    return WHOLE if is_wrapped(engine.optimizer) else PLAIN
 
 
 def about(engine: Any) -> dict[str, Any] | None:
@@ -30,21 +39,17 @@ def about(engine: Any) -> dict[str, Any] | None:
     coordinates = engine.module._topo.get_coord(engine.global_rank)
     if engine.basic_optimizer is None:
         return None
-    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    kind = _FP16 if engine.fp16_enabled() else _FLAT if is_wrapped(engine.optimizer) else _PLAIN
-    if kind == _PLAIN and coordinates.data:
+    kind = layout_of(engine)
+    if kind != FLAT and coordinates.data:
         return None
-    groups = [g["params"] for g in engine.basic_optimizer.param_groups]
-    if kind != _PLAIN:
-        groups = groups_of(engine.optimizer)
-    path = engine._get_zero_ckpt_name("", "") if kind == _FLAT else engine._get_ckpt_name("", "")
+    path = engine._get_zero_ckpt_name("", "") if kind == FLAT else engine._get_ckpt_name("", "")
     return {
         "kind": kind,
         "stage": coordinates.pipe,
         "data": coordinates.data,
         "tensor": getattr(coordinates, "model", 0),
         "file": Path(path).name,
-        "groups": [[name_of.get(id(parameter)) for parameter in group] for group in groups],
+        "groups": names_in(engine),
     }
 
 
@@ -67,10 +72,13 @@ class SavedStates:
         groups: present number of parameter groups.
         number_of: present group numbers, by the names of all ranks: other stages may order groups differently.
         wanted: this rank's parameters, by name.
+        sizes: numbers of elements, by the names of all ranks.
+        levels: whether the last parameter of a group has the step count of all, as in a ``FusedAdam``.
 
     Attributes:
-        states: optimiser states by name, whole; with a master if they were flat parts.
+        states: optimiser states by name, whole; with a master if a wrapper had one.
         settings: of the parameter groups, in their order; an empty group keeps those of the file that was read.
+        scale: loss scale, and other values that a wrapper saved beside tensors.
 
     Raises:
         ConfigError: a parameter is in no file, or the groups differ.
@@ -84,24 +92,38 @@ class SavedStates:
         groups: int,
         number_of: Mapping[str, int],
         wanted: Mapping[str, nn.Parameter],
+        sizes: Mapping[str, int] | None = None,
+        levels: bool = False,
     ) -> None:
         self.states: dict[str, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
-        self._wanted = wanted
+        self.scale: dict[str, Any] = {}
+        self._folder, self._wanted, self._sizes, self._levels = folder, wanted, sizes or {}, levels
         self._stage_of: dict[str, int] = {}  # stage from whose files a parameter's flat parts are read
         mine = _of_tensor(parts, tensor)
+        self._check_parts(mine, groups)
+        now = _numbers_now(mine, groups, number_of)
+        read = {PLAIN: self._read_plain, FLAT: self._read_flat, WHOLE: self._read_whole}
+        for part in read_by(parts, tensor, wanted):
+            with _named(folder / part["file"]):
+                of_groups = [settings_of(group) for group in read[part["kind"]](part)]
+            self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
+            for then, members in enumerate(part["groups"]):
+                if any(name in wanted for name in members):
+                    self.settings[now[then]] = of_groups[then]
+        for name, state in self.states.items():
+            with _named(folder):
+                state.update({key: _whole(key, value, wanted[name].shape) for key, value in state.items()})
+
+    def _check_parts(self, mine: Sequence[Mapping[str, Any]], groups: int) -> None:
         known = {name for part in mine for group in part["groups"] for name in group}
-        missing = sorted(set(wanted) - known)
+        missing = sorted(set(self._wanted) - known)
         if missing or not mine:
             raise ConfigError(
-                f"load_checkpoint: got {folder} without the optimizer's state of {', '.join(missing[:3]) or 'any parameter'}, "
-                "must have it of all that is trained, use load_optimizer_states=False or another checkpoint"
+                f"load_checkpoint: got {self._folder} without the optimizer's state of "
+                f"{', '.join(missing[:3]) or 'any parameter'}, must have it of all that is trained, use "
+                "load_optimizer_states=False or another checkpoint"
             )
-        if any(part["kind"] == _FP16 for part in mine):
-            raise bad_value(
-                "load_checkpoint", f"{folder} of fp16, saved in another shape", "of bf16 or fp32",
-                "as many processes as it was saved with, and the same elastic_pipeline.resize.policy",
-            )  # fmt: skip
         counts = {len(part["groups"]) for part in mine}
         if counts != {groups}:
             raise bad_value(
@@ -110,50 +132,73 @@ class SavedStates:
                 f"{groups} as there are now",
                 "the same",
             )
-        now = _numbers_now(mine, groups, number_of)
-        for part in read_by(parts, tensor, wanted):
-            with _named(folder / part["file"]):
-                of_groups = self._read_flat(folder, part) if part["kind"] == _FLAT else self._read_plain(folder, part)
-            self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
-            for then, members in enumerate(part["groups"]):
-                if any(name in wanted for name in members):
-                    self.settings[now[then]] = of_groups[then]
-        for name, state in self.states.items():
-            for key, value in state.items():
-                if isinstance(value, list):  # flat parts, in the order of replicas
-                    with _named(folder):
-                        state[key] = torch.cat(value).view(wanted[name].shape)
 
-    def _read_plain(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer"]
+    def _read_plain(self, part: Mapping[str, Any]) -> Sequence[Any]:
+        saved = _read(self._folder / part["file"], "optimizer")
         for group, names in zip(saved["param_groups"], part["groups"], strict=True):
-            for number, name in zip(group["params"], names, strict=True):
-                if name in self._wanted and number in saved["state"]:
-                    self.states[name] = dict(saved["state"][number])
-        return [settings_of(group) for group in saved["param_groups"]]
+            states = [saved["state"].get(number, {}) for number in group["params"]]
+            steps = [state["step"] for state in states if isinstance(state.get("step"), int)] if self._levels else []
+            for name, state in zip(names, states, strict=True):
+                if name in self._wanted and state:
+                    self.states.setdefault(name, {**state, **({"step": max(steps)} if steps else {})})
+        return cast(Sequence[Any], saved["param_groups"])
 
-    def _read_flat(self, folder: Path, part: Mapping[str, Any]) -> list[dict[str, Any]]:
-        saved = tensor_files.read("load_checkpoint", folder / part["file"], mapped=False)["optimizer_state_dict"]
+    def _read_flat(self, part: Mapping[str, Any]) -> Sequence[Any]:
+        saved = self._read_wrapper(part, "optimizer_state_dict")
         base = saved["base_optimizer_state"]
         for group, (flat, of_names) in zip(base["param_groups"], saved_partitions(saved), strict=True):
             (number,) = group["params"]
-            state = base["state"].get(number, {})
-            pieces = {key: value for key, value in state.items() if _is_part(key, value)}
-            plain = {key: value for key, value in state.items() if key not in pieces}
             for name, elements in of_names.items():
                 # a tied weight is in the files of several stages, the same in each
                 if name not in self._wanted or self._stage_of.setdefault(name, part["stage"]) != part["stage"]:
                     continue
-                mine = self.states.setdefault(name, {})
-                mine.update({key: value for key, value in plain.items() if key not in mine})
-                for key, value in {**pieces, MASTER: flat}.items():
-                    mine.setdefault(key, []).append(value.detach()[elements].clone())
-        return [settings_of(group) for group in base["param_groups"]]
+                self._add(name, base["state"].get(number, {}), flat, elements)
+        return cast(Sequence[Any], base["param_groups"])
+
+    def _read_whole(self, part: Mapping[str, Any]) -> Sequence[Any]:
+        saved = self._read_wrapper(part, "optimizer")
+        base = saved["optimizer_state_dict"]
+        sizes = [[1 if name is None else self._sizes[name] for name in names] for names in part["groups"]]
+        for names, of_group in zip(part["groups"], saved_fragments(saved, sizes), strict=True):
+            for name, (number, master, elements) in zip(names, of_group, strict=True):
+                if name in self._wanted and name not in self.states:
+                    self._add(name, base["state"].get(number, {}), master, elements)
+        return cast(Sequence[Any], base["param_groups"])
+
+    def _read_wrapper(self, part: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        saved = _read(self._folder / part["file"], key)
+        self.scale = {key: value for key, value in saved.items() if not isinstance(value, (Tensor, list, dict))}
+        return saved
+
+    def _add(self, name: str, state: Mapping[str, Any], master: Tensor, elements: slice) -> None:
+        """Append elements of a master, and of what is like it, to a parameter's state."""
+        mine = self.states.setdefault(name, {})
+        for key, value in {**state, MASTER: master}.items():
+            if key == "step" or not isinstance(value, Tensor):
+                mine.setdefault(key, value)
+            elif value.dim() == 1 or value.shape == master.shape:
+                mine.setdefault(key, []).append(value.detach().view(-1)[elements].clone())
+            else:
+                mine.setdefault(key, value.clone())
+
+
+def _read(path: Path, key: str) -> Mapping[str, Any]:
+    return cast(Mapping[str, Any], tensor_files.read("load_checkpoint", path, mapped=False)[key])
+
+
+def _whole(key: str, value: Any, shape: torch.Size) -> Any:
+    """Join flat parts, in the order of replicas; refuse a moment of another shape, which would fail at the next step."""
+    if isinstance(value, list):
+        return torch.cat(value).view(shape)
+    if key in MOMENTS and isinstance(value, Tensor) and value.shape != shape:
+        raise ValueError(f"{key} of shape {list(value.shape)}, not {list(shape)}")
+    return value
 
 
 def _of_tensor(parts: Sequence[Mapping[str, Any] | None], tensor: int) -> list[Mapping[str, Any]]:
     mine = [part for part in parts if part is not None and part["tensor"] == tensor]
-    return sorted(mine, key=lambda part: (part["stage"], part["data"]))
+    # the weights of a loss are trained with the model's last stage, and other ranks may have copies
+    return sorted(mine, key=lambda part: (not part.get("last"), part["stage"], part["data"]))
 
 
 def read_by(parts: Sequence[Mapping[str, Any] | None], tensor: int, names: Collection[str]) -> list[Mapping[str, Any]]:
@@ -194,44 +239,3 @@ def _numbers_now(parts: Sequence[Mapping[str, Any]], groups: int, number_of: Map
         )
     left = iter(sorted(set(range(groups)) - set(numbers)))
     return [next(iter(each)) if each else next(left) for each in found]
-
-
-def put(optimizer: torch.optim.Optimizer, module: nn.Module, saved: SavedStates, flat: bool) -> None:
-    """Load a checkpoint's states and settings into an optimiser of the module's parameters.
-
-    Args:
-        optimizer: a torch optimiser; before it is wrapped, it has parameters of 16 bits and states of 32:
-        flat: whether it is about to be wrapped.
-        module: module of its parameters.
-        saved: states of all of them.
-    """
-    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = [[name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    if not flat:
-        number_of = {name: number for number, name in enumerate(name for group in groups for name in group)}
-        state = {number: saved.states[name] for name, number in number_of.items() if name in saved.states}
-        param_groups = [
-            {**settings, "params": [number_of[name] for name in names]}
-            for settings, names in zip(saved.settings, groups, strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": param_groups})
-        return
-    optimizer.state.clear()  # load_state_dict would round it to the parameters' type
-    for group in optimizer.param_groups:
-        counts_there = bool(group.get("fused") or group.get("capturable"))  # as in torch's load_state_dict
-        for parameter in group["params"]:
-            of_it = saved.states.get(name_of[id(parameter)], {})
-            optimizer.state[parameter] = {key: _placed(value, parameter, counts_there) for key, value in of_it.items()}
-    for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
-        group.update({key: value for key, value in settings.items() if key in group})
-    tell(optimizer)
-
-
-def _placed(value: Any, parameter: nn.Parameter, counts_there: bool) -> Any:
-    """Move a step count to the parameter's device if ``counts_there``; masters and moments stay until they are divided."""
-    moves = isinstance(value, Tensor) and counts_there and value.shape != parameter.shape
-    return value.to(parameter.device) if moves else value
-
-
-def _is_part(key: str, value: Any) -> bool:
-    return key != "step" and isinstance(value, Tensor) and value.dim() == 1

@@ -16,4 +16,6 @@ KNOWN = (
     Known("what DeepSpeed saved over a checkpoint is called damaged", "manifest",
           "return not any(isinstance(block, Mapping) and", "return False and not any(isinstance(block, Mapping) and",
           f"{_TESTS} -k saved_over_it"),
+    Known("a state of another placement keeps the old step counts", "elastic.moves.masters", "            old.clear()\n", "",
+          "tests/pipeline/test_placing.py -k same_bits"),
 )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Checkpoints of an engine, read by parameter name where the stages were in other places when it was saved.
+
+The files of DeepSpeed 0.19.8 tell the names themselves, of flat parts, or this package has recorded them. Parameters of a
+torch optimizer that DeepSpeed's own engine has saved have numbers only: these follow the layer list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import FusedAdam
+
+from ds_terapipe import tensor_files
+from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
+from ds_terapipe.elastic.moves.masters import is_wrapped, replace
+from ds_terapipe.elastic.saved.restore import FLAT, SavedStates, layout_of, numbers_of
+from ds_terapipe.errors import bad_value
+from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.names import PLACED_STATE
+from ds_terapipe.pipeline.checkpoints import Checkpointer
+from ds_terapipe.pipeline.controller import Controller
+from ds_terapipe.pipeline.ended import poison_on_error
+from ds_terapipe.pipeline.parameter_groups import check_inside, settings_of
+from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted
+from ds_terapipe.pipeline.transport.consensus import Consensus
+
+_Layers = Sequence[tuple[str, Sequence[tuple[str, int, int]]]]
+
+
+class NamedCheckpointer(Checkpointer):
+    """Reads the optimizer's state by name if stages were in other places when it was saved."""
+
+    def check(self, engine: Any, folder: Path, wants: Wanted) -> Callable[[], None] | None:
+        """Check the files that are about to be read; return what loads the optimizer's state, None: DeepSpeed does."""
+        chunks, topology = ModelChunks(engine.module), engine.module._topo
+        if not self.check_files(engine, folder, topology, chunks.parts, wants, places=chunks.places):
+            return None
+        layers = _layers(engine, self._consensus.gather)
+        # every file is some rank's own, and has been checked
+        parts = self.on_all(lambda: _parts_in(engine, SavedFiles(folder), folder, wants, layers))
+        return partial(put, engine, self.read_named(engine, folder, parts), wants.scheduler)
+
+    def read_named(self, engine: Any, folder: Path, parts: Sequence[Mapping[str, Any] | None]) -> SavedStates:
+        """Read the optimizer's new state before anything is changed; collective. ``parts``: as for `SavedStates`."""
+        module, optimizer, gather = engine.module, engine.basic_optimizer, self._consensus.gather
+        if not is_wrapped(engine.optimizer):
+            check_inside(
+                optimizer, module, engine.param_names, gather, "to read a checkpoint of other stages or places"
+            )
+        mine, parameters = numbers_of(engine), dict(module.named_parameters())
+        trained = {name: p for name, p in parameters.items() if p.requires_grad and name in mine}
+        number_of: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for numbers, of_rank in gather((mine, {name: p.numel() for name, p in parameters.items()})):
+            number_of |= numbers
+            sizes |= of_rank
+        rank, groups = engine.grid.get_slice_parallel_rank(), len(optimizer.param_groups)
+        levels = isinstance(optimizer, FusedAdam)
+        return self.on_all(lambda: SavedStates(folder, parts, rank, groups, number_of, trained, sizes, levels))
+
+
+class PlacedController(Controller):
+    """Controller of an engine whose model and placement stay, whatever the placement of its checkpoints."""
+
+    def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
+        """Return what saves checkpoints, and loads those of any placement."""
+        return NamedCheckpointer(consensus)
+
+
+def put(engine: Any, saved: SavedStates, scheduler: bool) -> None:
+    """Replace the optimizer's states by these; ``scheduler``: the scheduler's state was loaded from the checkpoint."""
+    with poison_on_error(engine._watchdog):
+        wrapper, optimizer, module = engine.optimizer, engine.basic_optimizer, engine.module
+        if is_wrapped(wrapper):
+            _put_wrapped(wrapper, module, saved)
+        else:
+            _put_plain(optimizer, module, saved)
+        groups = optimizer.param_groups
+        if scheduler and hasattr(engine.lr_scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
+            # torch's schedulers have lists by group, loaded in the checkpoint's order
+            engine.lr_scheduler.base_lrs = [group["initial_lr"] for group in groups]
+            engine.lr_scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def _put_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module, saved: SavedStates) -> None:
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    state: dict[int, Any] = {}
+    param_groups: list[dict[str, Any]] = []
+    start = 0
+    for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
+        names = [name_of.get(id(parameter), "") for parameter in group["params"]]
+        state |= {number: saved.states[name] for number, name in enumerate(names, start) if name in saved.states}
+        beside = {key: value for key, value in group.items() if key not in settings_of(group)}
+        param_groups.append({**settings, **beside, "params": list(range(start, start + len(names)))})
+        start += len(names)
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+
+
+def _put_wrapped(wrapper: Any, module: torch.nn.Module, saved: SavedStates) -> None:
+    optimizer = wrapper.optimizer
+    load_scale(wrapper, saved.scale)
+    parameters = dict(module.named_parameters())
+    replace(wrapper, {id(parameters[name]): state for name, state in saved.states.items()})
+    for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
+        group.update({key: value for key, value in settings.items() if key in group})
+
+
+# ------------------------------------------------------------------------------------------------------ names in the files
+
+
+def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, layers: _Layers) -> list[dict[str, Any]]:
+    """Return what `about` notes of this tensor-parallel rank's parts, from the files of a checkpoint of this topology.
+
+    Raises:
+        ConfigError: a file is damaged or missing, or DeepSpeed's numbers do not fit the layers.
+    """
+    chunks, topology, kind = ModelChunks(engine.module), engine.module._topo, layout_of(engine)
+    found: list[dict[str, Any]] = []
+    counts: list[list[int]] = []
+    for rank in range(topology.world_size()):
+        share, at = Share.of(rank, topology, chunks.parts, chunks.places), topology.get_coord(rank)
+        if share.tensor != engine.grid.get_slice_parallel_rank() or (kind != FLAT and share.data):
+            continue
+        name = files.of_optimizer(share, wants.parts)
+        saved = tensor_files.read(KEY, folder / name)
+        record = saved.get(PLACED_STATE) or {}
+        groups = record.get("names")
+        if kind == FLAT:
+            groups = [list(names) for names in elements_by_name(saved["optimizer_state_dict"]) or ()]
+        else:
+            counts.append(elements(saved["optimizer"]) or [])
+        last = at.pipe == record.get("places", [topology.get_dim("pipe") - 1])[-1]
+        found.append(
+            {"kind": kind, "stage": at.pipe, "data": share.data, "tensor": share.tensor, "file": name, "groups": groups,
+             "last": last}
+        )  # fmt: skip
+    if any(part["groups"] is None for part in found):
+        for part, groups in zip(found, _in_order(folder, counts, layers), strict=True):
+            part["groups"] = groups
+    return found
+
+
+def _layers(engine: Any, gather: Callable[[Any], list[Any]]) -> _Layers:
+    """Return, for each entry of the layer list, its prefix, and the optimizer's parameters in it; collective.
+
+    These have a name, the number of their group, and what they count in `elements`.
+    """
+    chunks, number_of, joined = ModelChunks(engine.module), numbers_of(engine), is_wrapped(engine.optimizer)
+    known: dict[str, list[tuple[str, int, int]]] = {}
+    for of_rank in gather(
+        {
+            prefix: [
+                (prefix + name, number_of[prefix + name], p.numel() if joined else 1)
+                for name, p in layer.named_parameters()
+                if prefix + name in number_of
+            ]
+            for prefix, layer in chunks.layers.items()
+        }
+    ):
+        known |= of_rank
+    return [(prefix, known.get(prefix, ())) for prefix in chunks.prefixes]
+
+
+def _in_order(folder: Path, counts: Sequence[Sequence[int]], layers: _Layers) -> list[list[list[str]]]:
+    """Return the names in each stage's groups if the stages divide the layer list, as in DeepSpeed's own engine.
+
+    Args:
+        folder: for the error.
+        counts: of each stage the parameters in its groups, or their elements.
+        layers: as `_layers` returns them.
+
+    Raises:
+        ConfigError: the counts are not those of any such stages.
+    """
+    found, entries = [], iter(layers)
+    for of_stage in counts:
+        left, here = list(of_stage), dict[str, Any]()
+        while any(left):
+            prefix, members = next(entries, ("", None))
+            if members is None or any(number >= len(left) for _, number, _ in members):
+                must = "of the same parameters as there are now, in the order of the layers"
+                raise bad_value(
+                    f"{KEY}: optimizer", f"other parameter groups in {folder}", must, "load_optimizer_states=False"
+                )
+            if prefix not in here:
+                here[prefix] = members
+                for _, number, count in members:
+                    left[number] -= count
+        # a module has its tied layers first
+        ordered = sorted(here, key=lambda prefix: not prefix.startswith("tied_modules."))
+        members = [member for prefix in ordered for member in here[prefix]]
+        found.append([[name for name, number, _ in members if number == n] for n in range(len(left))])
+    return found
