@@ -167,13 +167,6 @@ SEVERAL_RULES = (
         '"slices": 8',
         when=lambda config: at(config, f"{TOKEN_PIPELINE}.slices", AUTO) == AUTO,
     ),
-    Rule(
-        _SEVERAL,
-        above(1),
-        "1 beside elastic_pipeline (layers move between places of one stage)",
-        "1",
-        when=lambda config: at(config, "elastic_pipeline.enabled", "elastic_pipeline" in config) is not False,
-    ),
 )
 RULES = (
     *SEVERAL_RULES,

@@ -12,6 +12,7 @@ from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_IN
 from ds_terapipe.elastic.changing import Change
 from ds_terapipe.elastic.moves.groups import level_steps
 from ds_terapipe.elastic.moves.masters import is_wrapped, unwrap
+from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.optimizer import wrapped
 from ds_terapipe.elastic.saved.restore import SavedStates, about, numbers_of, put, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
@@ -63,15 +64,16 @@ class ElasticCheckpointer(Checkpointer):
 
     def client_state(self, engine: Any) -> dict[str, Any]:
         """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
+        placed = super().client_state(engine)
         if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
-            return {}
+            return placed
         sharded = engine.grid.model_parallel_size > 1
         kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
         said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds)))
         carried = to_carry(engine, self._state(engine), said)
         if carried and not engine.zero_optimization():
             carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
-        return carried
+        return {**placed, **carried}
 
     def load(
         self,
@@ -124,22 +126,28 @@ class ElasticCheckpointer(Checkpointer):
 
     def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> bool:
         """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
-        topology, parts = engine.module._topo, ModelChunks(engine.module).parts
+        topology, chunks = engine.module._topo, ModelChunks(engine.module)
+        parts, places = chunks.parts, chunks.places
         if state is None:
-            self.check_files(engine, folder, topology, parts, wants)
+            self.check_files(engine, folder, topology, parts, wants, places=places)
             return False
         now = self._state(engine)
         self._consensus.agree(error_of(lambda: check(state, now)))
-        same_parts = state["parts"] == now["parts"]
-        if state["processes"] == now["processes"] and (same_parts or engine.elastic_pipeline.moves):
+        same_parts = state["parts"] == now["parts"] and state["places"] == now["places"]
+        movable = engine.elastic_pipeline.moves and state["places"] == [*places_for(engine, state["stages"])]
+        if state["processes"] == now["processes"] and (same_parts or movable):
             if not same_parts or state["frozen_layers"] != now["frozen_layers"]:
                 wants = wants._replace(optimizer=None)  # the engine is reshaped first
-            self.check_files(engine, folder, resized(topology, state["stages"]), state["parts"], wants)
+            parts, places, placed = state["parts"], state["places"], None
+            if len(places) > state["stages"]:
+                placed = {"parts": parts, "places": places}
+            there = resized(topology, state["stages"])
+            self.check_files(engine, folder, there, parts, wants._replace(placed=placed), places=places)
             return False
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
         read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
-        self.check_files(engine, folder, topology, parts, wants._replace(states=False, parts=None), beside)
+        self.check_files(engine, folder, topology, parts, wants._replace(states=False, parts=None), beside, places)
         return True
 
     def _load_universal(
@@ -197,6 +205,7 @@ class ElasticCheckpointer(Checkpointer):
             "frozen_layers": engine.frozen_layers,
             "stages": engine.num_stages,
             "parts": list(chunks.parts),
+            "places": list(chunks.places),
             "layers": len(chunks.specs),
             "processes": engine.world_size,
             "tensor_parallel_size": engine.grid.model_parallel_size,

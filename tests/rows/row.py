@@ -187,10 +187,6 @@ RULES = (
         Rule(("placement", name), lambda placement, value, usual=usual: placement == "plain" or value in usual)
         for name, usual in (
             ("layout", tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)))),
-            ("freeze", ("none", "by hand")),
-            ("resize", ("off",)),
-            ("cache", (False,)),
-            ("resume", ("no", "here")),
         )
     ),
     # as many layers as stages: megatron-core's models have four

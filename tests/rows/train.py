@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.pipeline.documents import Documents
 from tests.elastic import training
@@ -210,9 +211,10 @@ class _Run:
         ]
         if row.is_elastic and row.freeze == "schedule":
             facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
-        if row.placement != "plain":
-            back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
-            facts.append(("places", engine.module.stage_places, (*range(here.stages), *back)))
+        back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
+        several = row.placement != "plain" and min(self.start.stages, here.stages) > 1
+        places = (*range(here.stages), *(back if several else ()))
+        facts.append(("places", ModelChunks(engine.module).places, places))
         if engine.slices_run:
             cuts = [cut for of_boundary in engine._runtime.boundary_cuts.values() for cut in of_boundary]
             facts.append(("shares", any(cut.shares for cut in cuts), row.sequence_parallel and row.slices != 1))
@@ -233,7 +235,9 @@ class _Run:
 
 def _engine_of(row: Row, start: Layout) -> Any:
     token_pipeline = {"slices": slices_of(row), "schedule": row.schedule, "weight_gradients": row.weight_gradients}
-    if row.placement != "plain":
+    if row.placement != "plain" and start.stages == 1:
+        token_pipeline["schedule"] = "1f1b"
+    elif row.placement != "plain":
         token_pipeline |= {"stages_per_place": 2, "placement": row.placement}
     config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
     if row.is_elastic:
