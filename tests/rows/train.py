@@ -223,7 +223,7 @@ class _Run:
             facts.append(("shares", any(cut.shares for cut in cuts), row.sequence_parallel and row.slices != 1))
             facts.append(("slices", set(engine.slices_run), {self.lengths[0]}))
         self.wrong += [f"step {number}: {what} {got}, not {wanted}" for what, got, wanted in facts if got != wanted]
-        session = getattr(engine, "_session", None)
+        session = getattr(engine._controller, "caching", None)
         if session is not None and session.cache is not None:
             for job in session.cache._writing:  # a step as short as these would be over before its outputs are written
                 job.result()
