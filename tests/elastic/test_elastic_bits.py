@@ -8,24 +8,27 @@ from typing import Any
 
 import torch
 
+from ds_terapipe.model_chunks import ModelChunks
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, weights
 from tests.spawn import launched
 
 SAMPLES, SAVED, STEPS = 20, 6, 8
 FREEZE = ((2, 1), (4, 3))
+V = {"slices": 2, "stages_per_place": 2, "placement": "v"}  # the shape at the start
 CASE = Case("texts", "adamw", 2, FREEZE, ((4, 1),), scheduler="lambda")
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Train, save in the new shape and go on; the same in an engine that has always had the shape."""
-    first = engine_of(CASE, training_data=Texts(SAMPLES))
+    first = engine_of(CASE, training_data=Texts(SAMPLES), token_pipeline=V)
+    assert ModelChunks(first.module).places == (0, 1, 1, 0)
     trained(first, SAVED)
     first.save_checkpoint(folder)
     state = everything(first)
     found = {"at the checkpoint": state["weights"], "went on": (trained(first, STEPS - SAVED), weights(first))}
     first.destroy()
-    engine = engine_of(CASE, training_data=Texts(SAMPLES))  # a new training, which begins with the checkpoint's weights
+    engine = engine_of(CASE, training_data=Texts(SAMPLES), token_pipeline=V)
     engine.load_checkpoint(folder, load_module_only=True)
     found["only weights"] = tuple(engine.shape)[:2], engine.frozen_layers, engine.global_steps, weights(engine)
     engine.destroy()

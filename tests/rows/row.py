@@ -188,9 +188,9 @@ RULES = (
     *(
         Rule(
             ("placement", "layout", name),
-            lambda placement, layout, value, usual=usual: placement == "plain" or layout.ranks == 2 or value in usual,
+            lambda placement, layout, value, no=no: placement == "plain" or layout.ranks == 2 or value not in no,
         )
-        for name, usual in (("freeze", ("none", "by hand")), ("resize", ("off",)), ("cache", (False,)), ("resume", ("no", "here")))
+        for name, no in (("freeze", {"schedule"}), ("resize", {"once", "and back"}), ("cache", {True}), ("resume", {"elsewhere"}))
     ),
     # as many layers as stages: megatron-core's models have four
     Rule(

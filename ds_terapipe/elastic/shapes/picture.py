@@ -32,7 +32,7 @@ def shapes_text(periods: Sequence[Period]) -> str:
             ", resumed" * bool(period.first) if period.begins else f", after a change of {period.change_seconds:.2f} s"
         )
         frozen = f"{ran_on.frozen_layers} of {ran_on.parts[-1]} layers frozen"
-        out.append(f"{steps} {period.first}{until}{took}: {shape_text(ran_on, ran_on.places is not None)}, {frozen}{before}")
+        out.append(f"{steps} {period.first}{until}{took}: {shape_text(ran_on)}, {frozen}{before}")
         for stage, (place, first, stop) in enumerate(ran_on.placed):
             holders = [str(process) for process, (of, _) in enumerate(period.ranks) if of == place]
             processes = f"process{'es' * (len(holders) != 1)} {', '.join(holders)}"
@@ -74,7 +74,7 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
 
 def _period(period: Period, x: float, wide: float, row: float) -> list[str]:
     ran_on, each = period.ran_on, row / period.ran_on.parts[-1]
-    out = _fitting(x, _TOP - 8, wide, (shape_text(ran_on, ran_on.places is not None), f"{ran_on.stages} x {ran_on.replicas}"), INK)
+    out = _fitting(x, _TOP - 8, wide, (shape_text(ran_on), f"{ran_on.stages} x {ran_on.replicas}"), INK)
     for process, (place, replica) in enumerate(period.ranks):
         y = _TOP + process * (row + _GAP)
         out.append(_rect(x, y, wide, row, EMPTY))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 def shape_text(shape: Shape | StepShape, several: bool = False) -> str:
     """Format a shape: ``2 stages x 1 replica (4 micro-batches of 1)``; ``several``: stages on a place."""
-    counts = ((shape.stages, "place" if several else "stage"), (shape.replicas, "replica"))
+    word = "place" if several or getattr(shape, "places", None) else "stage"
+    counts = ((shape.stages, word), (shape.replicas, "replica"))
     stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
     return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"
