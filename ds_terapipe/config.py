@@ -75,7 +75,8 @@ class TokenPipelineConfig(Block):
             ``"auto"`` is chosen with automatic slices; beside given slices it is ``"1f1b"``, or ``"interleaved"`` with several
             stages on a place.
         stages_per_place: Stages of the model on each place of the pipeline. With several, filling and draining take steps of a
-            smaller stage. The layers move to their places in ``initialize``.
+            smaller stage. The layers move to their places in ``initialize``. A reshape keeps the number; a place alone has
+            one.
         placement: Stage s on place s mod K of K places. ``"v"``, for two stages on a place, goes back from the last place to
             the first. One place then has both ends of the model.
         granularity: Tokens that divide the length of unequal automatic slices. No automatic slice is shorter.
@@ -166,13 +167,6 @@ SEVERAL_RULES = (
         '1 where slices are "auto" (the plan of plan_path has its own)',
         '"slices": 8',
         when=lambda config: at(config, f"{TOKEN_PIPELINE}.slices", AUTO) == AUTO,
-    ),
-    Rule(
-        _SEVERAL,
-        above(1),
-        "1 beside elastic_pipeline (layers move between places of one stage)",
-        "1",
-        when=lambda config: at(config, "elastic_pipeline.enabled", "elastic_pipeline" in config) is not False,
     ),
 )
 RULES = (

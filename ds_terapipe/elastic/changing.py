@@ -15,6 +15,7 @@ from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
 from ds_terapipe.elastic.moves.rebuild import rebuild_engine
 from ds_terapipe.elastic.moves.reshape import Reshape
 from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
+from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.optimizer import layer_dtype, wrapped
 from ds_terapipe.elastic.policies.resize import POLICY, Shape, balanced
 from ds_terapipe.elastic.saved.state import resized
@@ -31,7 +32,7 @@ class Change(NamedTuple):
 
     Attributes:
         frozen: number of frozen entries of the layer list.
-        stages: number of pipeline stages.
+        stages: number of pipeline stages; of places, if these have several.
         parts: first entry of each stage, then the number of entries; None: balanced by costs.
     """
 
@@ -99,11 +100,11 @@ class Mover:
         """Balance the entries of a shape's stages by their costs; collective."""
         costs, _ = self.costs.now(engine)
         present = list(ModelChunks(engine.module).parts) if shape == engine.shape else None
-        first = max(frozen, engine.untrained_layers)
+        first, places = max(frozen, engine.untrained_layers), places_for(engine, shape.stages)
         parts = balanced(
-            self._caching.forward_seconds(costs.forward, first), costs.backward, first, shape.stages, present
+            self._caching.forward_seconds(costs.forward, first), costs.backward, first, len(places), present
         )
-        return parts if present is None or not split(engine._shared, parts) else present
+        return parts if present is None or not split(engine._shared, parts, places) else present
 
     def _prepare(self, engine: Any, shape: Shape, parts: Sequence[int], frozen: int) -> Reshape:
         """Prepare a reshape, in which every rank may refuse; collective.
@@ -115,9 +116,10 @@ class Mover:
         engine._shared = shared_weights(engine.module, engine._consensus, also=self._freezing.aside)
         stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
-        refuse_split(trained, parts, POLICY, ', or "off"')
+        places = places_for(engine, shape.stages)
+        refuse_split(trained, parts, POLICY, ', or "off"', places)
         reshape = Reshape(engine.module, engine.basic_optimizer, engine._consensus, engine.device, layer_dtype(engine))
-        reshape.prepare(resized(engine.module._topo, shape.stages), parts)
+        reshape.prepare(resized(engine.module._topo, shape.stages), parts, places)
         return reshape
 
     def _reshape(self, engine: Any, shape: Shape, reshape: Reshape, bucket: Bucket | None) -> int:

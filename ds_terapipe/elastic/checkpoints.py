@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_IN
 
 from ds_terapipe.elastic.changing import Change
 from ds_terapipe.elastic.moves.masters import is_wrapped
+from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.saved.named import NamedCheckpointer, put
 from ds_terapipe.elastic.saved.restore import about, numbers_of, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
@@ -93,20 +95,23 @@ class ElasticCheckpointer(NamedCheckpointer):
         folder, whole = self.recover(engine, load_dir, tag), not load_module_only
         optimizer, scheduler = load_optimizer_states and whole, load_lr_scheduler_states and whole
         state = self._consensus.decide(lambda: read_checked(folder)) if folder is not None and whole else None
-        by_name, saved = False, None
+        put_states = None
         if folder is not None:
             wants = wanted(engine, optimizer, scheduler, bool(load_module_strict))
-            by_name = self._check_saved(engine, folder, state, wants)
-        if state is not None and folder is not None:
-            self._take_shape(engine, state, by_name)
-            if by_name and optimizer and engine.basic_optimizer is not None:
-                saved = self.read_named(engine, folder, state.get("optimizer") or [])
+            if state is None:
+                put_states = self.check(engine, folder, wants)
+            else:
+                by_name = self._check_saved(engine, folder, state, wants)
+                self._take_shape(engine, state, by_name)
+                if by_name and optimizer and engine.basic_optimizer is not None:
+                    saved = self.read_named(engine, folder, state.get("optimizer") or [])
+                    put_states = partial(put, engine, saved, scheduler)
         path, client_state = self.load_checked(
-            engine, load, load_dir, tag, load_module_strict, load_optimizer_states and saved is None,
+            engine, load, load_dir, tag, load_module_strict, load_optimizer_states and put_states is None,
             load_lr_scheduler_states, load_module_only, custom_load_fn,
         )  # fmt: skip
-        if saved is not None:
-            put(engine, saved, scheduler)
+        if put_states is not None:
+            put_states()
         self._load_state(engine, state)
         return path, _users(client_state)
 
@@ -117,22 +122,23 @@ class ElasticCheckpointer(NamedCheckpointer):
 
     def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> bool:
         """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
-        topology, parts = engine.module._topo, ModelChunks(engine.module).parts
-        if state is None:
-            self.check_files(engine, folder, topology, parts, wants)
-            return False
+        topology, chunks = engine.module._topo, ModelChunks(engine.module)
         now = self._state(engine)
         self._consensus.agree(error_of(lambda: check(state, now)))
-        same_parts = state["parts"] == now["parts"]
-        if state["processes"] == now["processes"] and (same_parts or engine.elastic_pipeline.moves):
+        same_parts = state["parts"] == now["parts"] and state["places"] == now["places"]
+        movable = engine.elastic_pipeline.moves and state["places"] == [*places_for(engine, state["stages"])]
+        if state["processes"] == now["processes"] and (same_parts or movable):
             if not same_parts or state["frozen_layers"] != now["frozen_layers"]:
                 wants = wants._replace(optimizer=None)  # the engine is reshaped first
-            self.check_files(engine, folder, resized(topology, state["stages"]), state["parts"], wants)
+            there = {key: state[key] for key in ("parts", "places")}
+            shape = resized(topology, state["stages"])
+            self.check_files(engine, folder, shape, wants=wants._replace(placed=there), **there)
             return False
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
         read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
-        self.check_files(engine, folder, topology, parts, wants._replace(states=False, parts=None), beside)
+        weights = wants._replace(states=False, parts=None)
+        self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
         return True
 
     def _load_universal(
@@ -190,6 +196,7 @@ class ElasticCheckpointer(NamedCheckpointer):
             "frozen_layers": engine.frozen_layers,
             "stages": engine.num_stages,
             "parts": list(chunks.parts),
+            "places": list(chunks.places),
             "layers": len(chunks.specs),
             "processes": engine.world_size,
             "tensor_parallel_size": engine.grid.model_parallel_size,

@@ -168,9 +168,10 @@ class ElasticController(Controller):
         """Context manager around a training step, for the history and the selector."""
         recorded: AbstractContextManager[None] = nullcontext()
         if self._history is not None:
-            parts, frozen = ModelChunks(engine.module).parts, max(self.freezing.frozen, self.untrained)
+            chunks, frozen = ModelChunks(engine.module), max(self.freezing.frozen, self.untrained)
             shape: Shape = engine.shape
-            recorded = self._history.step(engine.global_steps, StepShape(*shape, frozen, parts), engine.module._topo)
+            ran_on = StepShape(*shape, frozen, chunks.parts, chunks.places if chunks.is_placed else None)
+            recorded = self._history.step(engine.global_steps, ran_on, engine.module._topo)
         with recorded, nullcontext() if self._selector is None else self._selector.watching():
             yield
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import check_item
 
 _ROLES = ("inputs", "labels")
@@ -24,26 +25,26 @@ _ROLES = ("inputs", "labels")
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of a shape, with ``micro_batch`` samples in a replica's micro-batch; ``rank``: this process."""
+    """Ranks of a shape, with ``micro_batch`` samples in a replica's micro-batch.
+
+    ``rank``: this process; ``ends``: places of the model's first and last stage.
+    """
 
     topology: ProcessTopology
     micro_batch: int
     rank: int
+    ends: tuple[int, int]
 
     @classmethod
     def of(cls, engine: Any) -> Ranks:
         """Return the ranks of an engine's present shape."""
-        return cls(engine.module._topo, engine.micro_batch_size, engine.global_rank)
+        places = ModelChunks(engine.module).places
+        return cls(engine.module._topo, engine.micro_batch_size, engine.global_rank, (places[0], places[-1]))
 
     @property
     def read_here(self) -> bool:
         """Whether this process has an iterator in this shape."""
-        return self.topology.get_coord(self.rank).pipe in (0, self.stages - 1)
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return max(int(self.topology.get_dim("pipe")), 1)
+        return self.topology.get_coord(self.rank).pipe in self.ends
 
     @property
     def replicas(self) -> int:
@@ -57,7 +58,7 @@ class Ranks:
 
     def at(self, role: str, replica: int, tensor: int) -> int:
         """Return the global rank that needs a replica's inputs, or its labels."""
-        where = {"pipe": 0 if role == "inputs" else self.stages - 1, "data": replica, "model": tensor}
+        where = {"pipe": self.ends[role != "inputs"], "data": replica, "model": tensor}
         return int(self.topology.get_rank(**{axis: where[axis] for axis in self.topology.get_axis_names()}))
 
 

@@ -34,7 +34,8 @@ class ChangeReport:
         """
         frozen, after = engine.frozen_layers, engine.shape
         when = "as in the checkpoint" if step is None else f"step {step}"
-        shapes = shape_text(after) if before == after else f"{shape_text(before)} -> {shape_text(after)}"
+        several = engine.token_pipeline.stages_per_place > 1
+        shapes = " -> ".join(shape_text(each, several) for each in dict.fromkeys((before, after)))
         line = (
             f"{when}: {frozen} of {layers} layers frozen, {shapes}, {changed.seconds:.2f} s, "
             f"{changed.freed / 1e6:,.1f} MB freed, {changed.sent / 1e6:,.1f} MB moved"

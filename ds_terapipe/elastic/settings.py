@@ -96,8 +96,8 @@ class ResizeSettings(Block):
 
     Attributes:
         policy: ``"off"`` keeps the shape. ``"halve"`` is the compression test of PipeTransformer. ``"measured"`` compares the
-            measured times of shapes. Pairs of a step and a number set the stages from this step on. The default becomes
-            ``"off"`` beside settings that do not allow another shape.
+            measured times of shapes. Pairs of a step and a number set the stages, or places, from this step on. The default
+            becomes ``"off"`` beside settings that do not allow another shape.
         memory_gb: The memory limit of a rank, for ``"measured"``. Without it the limit is a rank's use at the start, and a CPU
             has none.
     """

@@ -5,7 +5,8 @@ DeepSpeed 0.19.8 asks an engine whether its rank is the first or last of the pip
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_terapipe.model_chunks import ModelChunks
@@ -17,6 +18,16 @@ def follow_places(engine: Any) -> None:
     override(engine, "is_first_stage", _is_first_stage)
     override(engine, "is_last_stage", _is_last_stage)
     override(engine, "_loss_stage_global_rank", _loss_stage_global_rank)
+
+
+@contextmanager
+def by_place(engine: Any) -> Iterator[None]:
+    """Context manager in which an engine answers by its rank's place: its constructor sends from each place to the next."""
+    kept = {name: vars(engine).pop(name) for name in ("is_first_stage", "is_last_stage")}
+    try:
+        yield
+    finally:
+        vars(engine).update(kept)
 
 
 def _is_first_stage(engine: Any, original: Callable[[], bool]) -> bool:

@@ -14,6 +14,7 @@ from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import Freezer
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.elastic.shapes.history import read_history
+from ds_terapipe.model_chunks import ModelChunks
 from tests.elastic.samples import Texts, in_order, micro_batch_of
 from tests.elastic.training import Case, engine_of, grouped_adamw, prefixes
 from tests.pipeline.models import Embedding, Plain, gpt, mean_loss
@@ -45,7 +46,7 @@ def layers() -> list[Any]:
 class Policy(NamedTuple):
     """The blocks, and the frozen entries and stages of every step that they must come to; None: as the norms ask for.
 
-    ``rates``: what every LR is multiplied with, step by step.
+    ``rates``: what every LR is multiplied with, step by step; ``placement``: two stages on a place.
     """
 
     freeze: dict[str, Any]
@@ -53,6 +54,7 @@ class Policy(NamedTuple):
     frozen: tuple[int, ...] | None = None
     stages: tuple[int, ...] | None = None
     rates: tuple[float, ...] = (1.0,) * CASE.steps
+    placement: str | None = None
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rates[min(step, CASE.steps - 1)])
@@ -75,21 +77,25 @@ POLICIES = {
     # fewer entries than before: the two behind them train again, from moments of zero
     "back": Policy(
         {"policy": "schedule", "frozen_layers": [[1, 4], [5, 2], [9, 4]], "unfreeze": ["policy"]}, "halve",
-        (0, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4), (2, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1),
+        (0, 4, 4, 4, 4, 2, 2, 2, 2, 4, 4, 4), (2, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1), placement="v",
     ),
     # the LR is far too high once layers are frozen, so that the second interval's mean loss is above the first one's
     "loss": Policy(
         {"policy": "alpha", "alpha": 0.6, "interval": 3, "unfreeze": ["loss_rise", "lr_restart"]}, [[3, 1], [6, 2], [9, 1]],
         (0, 0, 0, 3, 3, 3, 0, 0, 0, 3, 3, 3), (2, 2, 2, 1, 1, 1, 2, 2, 2, 1, 1, 1),
-        (1.0, 1.0, 1.0, 300.0, 300.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1),
+        (1.0, 1.0, 1.0, 300.0, 300.0, 1.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1), "interleaved",
     ),
 }  # fmt: skip
 
 
 def engine(policy: Policy, folder: str) -> Any:
     block = {"freeze": policy.freeze, "resize": {"policy": policy.resize}, "history_path": f"{folder}.jsonl"}
-    config = {"elastic_pipeline": block}
-    return engine_of(CASE, specs=layers(), training_data=Texts(SAMPLES), config=config, lr_scheduler=policy.scheduler)
+    more: dict[str, Any] = {"config": {"elastic_pipeline": block}, "lr_scheduler": policy.scheduler}
+    if policy.placement is not None:
+        more["token_pipeline"] = {"slices": 2, "stages_per_place": 2, "placement": policy.placement}
+    made = engine_of(CASE, specs=layers(), training_data=Texts(SAMPLES), **more)
+    type(made._layer_times).costs = lambda self: None  # else stages are cut by times, which other work on the machine changes
+    return made
 
 
 def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
@@ -104,7 +110,7 @@ def run(engine: Any, steps: int) -> list[tuple[Any, ...]]:
     norms.take = noted
     for _ in range(steps):
         loss = float(engine.train_batch())
-        found.append((engine.frozen_layers, engine.num_stages, loss, tuple(given)))
+        found.append((engine.frozen_layers, engine.num_stages, loss, tuple(given), ModelChunks(engine.module).places))
         given.clear()
     del norms.take
     return found
@@ -171,7 +177,9 @@ def test_decisions_and_losses_are_those_of_one_process(ranks: Any, name: str) ->
     assert history[-1] > history[0] == 0 and len(set(history)) >= 2, history
     for rank in ranks:
         assert repr(rank[name]["run"]) == repr(rank[name]["resumed"]) == repr(ranks[0][name]["run"])
-        frozen, stages, got, norms = zip(*rank[name]["run"], strict=True)
+        frozen, stages, got, norms, places = zip(*rank[name]["run"], strict=True)
+        on_two = {"v": (0, 1, 1, 0), "interleaved": (0, 1, 0, 1), None: (0, 1)}[POLICIES[name].placement]
+        assert list(places) == [((0,), on_two)[number - 1] for number in stages]
         assert list(frozen) == history and got == pytest.approx(losses, rel=1e-5)
         assert (stages[0], stages[-1]) == (2, 1) and POLICIES[name].stages in (None, stages)
         assert {step: list(each[0]) for step, each in enumerate(norms) if each} == {
@@ -184,6 +192,7 @@ def test_the_history_has_the_steps_of_the_run_that_was_resumed(ranks: Any) -> No
     periods, wanted = ranks[0]["loss"]["history"], ranks[0]["loss"]["resumed"]
     steps = [(each.ran_on.frozen_layers, each.ran_on.stages) for each in periods for _ in range(each.first, each.stop)]
     assert steps == [(frozen, stages) for frozen, stages, *_ in wanted] and "history" not in ranks[1]["loss"]
+    assert {each.ran_on.places for each in periods if each.ran_on.stages == 2} == {(0, 1, 0, 1)}
     assert all(each.ranks == (((0, 0), (1, 0)), ((0, 0), (0, 1)))[each.ran_on.replicas - 1] for each in periods)
     assert [each.first for each in periods if each.begins] == [0, SAVED]
     assert all(each.begins or each.change_seconds > 0 for each in periods) and periods[0].change_seconds == 0

@@ -122,6 +122,7 @@ class Run(NamedTuple):
         return [steps[number % 2] for number in range(len(steps))] if "by hand" in self.options else steps
 
 
+V = {"slices": 1, "stages_per_place": 2, "placement": "v"}
 EVEN, ONE, OFF = [0, 3, 6], [0, 6], {"resize": {"policy": "off"}, "partition": "measured"}
 CHECKPOINTS = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Timed"]}
 RUNS = {
@@ -136,6 +137,8 @@ RUNS = {
     "a list": Run([(5, 2, EVEN), (2, 2, [0, 4, 6])], {"resize": {"policy": [[99, 1]]}}),
     "kept": Run([(3, 2, EVEN), (6, 1, ONE)], {"cache": {"enabled": True}}, ((4, 2), (8, 4))),
     "divided again": Run([(3, 2, [0, 2, 6]), (7, 2, EVEN)], OFF, (), {"kind": Lopsided}),
+    # two places, of two stages each, take 0.36: 4 x 0.08, and half of 0.08 to fill the pipeline
+    "of four stages": Run([(3, 2, [0, 2, 3, 4, 6]), (4, 1, ONE)], options={"token_pipeline": V}),
     # all of the first stage is frozen, and kept takes nothing; with one more of the others on it both take 0.04, not 0.08
     "by hand, kept": Run([(3, 2, EVEN), (4, 2, [0, 4, 6])], {**OFF, "cache": {"enabled": True}}, (), {"by hand": True}),
 }

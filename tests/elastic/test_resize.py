@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.elastic.moves.start import places_of
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, shapes, wanted_stages
 from ds_terapipe.elastic.settings import ResizeSettings, parse
-from ds_terapipe.elastic.shapes.predict import Prediction, choose
+from ds_terapipe.elastic.shapes.predict import LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.schedule import Op, Placement, complete, order
+from ds_terapipe.schedule.replay import replay
 
 
 def wanted(policy: Any, step: int = 0, present: int = 4, start: int = 4, sizes: Any = (1,) * 8, frozen: int = 0) -> int:
@@ -109,6 +113,24 @@ def test_what_cannot_run_is_refused_at_the_start(block: Any, given: Any, message
     with pytest.raises(ConfigError) as caught:
         checked(block, **given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("places", "each", "slices"), [(2, 1, 4), (2, 2, 4), (4, 2, 2), (4, 3, 1)])
+def test_a_predicted_step_takes_as_long_as_its_actions(places: int, each: int, slices: int) -> None:
+    count, placement, micro_batches = places * each, Placement.interleaved(places, each), 2 * places
+    grid = complete(order("interleaved", placement, [slices] * micro_batches), placement)
+    took = replay(grid, lambda action: (1 + (action.op is Op.BACKWARD)) / slices, placement=placement)
+    ones, on = (1.0,) * count, [stage.place for stage in placement.stages]
+    costs = LayerCosts(1, ones, (2.0,) * count, ones, ones, ones, (0.0,) * count, tuple(range(count)))
+    found = predict(Shape(places, 1, 1, micro_batches), costs, Machine(0, 0, 0), 0, slices, places=on)
+    assert found.seconds == pytest.approx(max(row[-1].end for row in took.intervals))
+    assert found.parts == tuple(range(count + 1)) and found.peak_bytes == 2 * each
+
+
+def test_a_place_has_fewer_stages_where_there_are_few_layers() -> None:
+    settings = TokenPipelineConfig(slices=2, stages_per_place=2, placement="v")
+    found = [places_of(places, settings, layers=6) for places in (1, 2, 4)]
+    assert found == [(0,), (0, 1, 1, 0), (0, 1, 2, 3)]
 
 
 def prediction(stages: int, seconds: float, peak: float = 0.0) -> Prediction:

@@ -13,9 +13,11 @@ import torch
 from torch import distributed, nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
+from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.pipeline import replicas
 from ds_terapipe.pipeline.documents import Documents
+from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from tests.elastic import training
 from tests.megatron import common
 from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
@@ -27,6 +29,7 @@ SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
 SPECS: dict[str, Callable[[int], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
 SCALE = 128.0  # of an fp16 loss
+LAYER_COSTS = LayerTimes.costs
 END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS,
@@ -146,6 +149,8 @@ def train(rank: int, world_size: int, row: Row, folder: str) -> Found:
         torch.library.Library.impl = partialmethod(torch.library.Library.impl, allow_override=False)
     if row.precision == "fp16":
         allow_fp16()
+    # stages that are cut by times would change the bits
+    LayerTimes.costs = (lambda self: None) if row.resume == "here" else LAYER_COSTS
     run = _Run(row, row.layout)
     begin = row.saved_after
     if begin is None:
@@ -218,15 +223,16 @@ class _Run:
             stages = {s for s in engine._runtime.stages if engine.placement.goes_backward(s)} if early else set()
             facts.append(("stages reduced before the others' ends", engine._replicas._ended, stages))
         self.taken += 1
-        if row.placement != "plain":
-            back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
-            facts.append(("places", engine.module.stage_places, (*range(here.stages), *back)))
+        back = range(here.stages) if row.placement == "interleaved" else reversed(range(here.stages))
+        several = row.placement != "plain" and min(self.start.stages, here.stages) > 1
+        places = (*range(here.stages), *(back if several else ()))
+        facts.append(("places", ModelChunks(engine.module).places, places))
         if engine.slices_run:
             cuts = [cut for of_boundary in engine._runtime.boundary_cuts.values() for cut in of_boundary]
             facts.append(("shares", any(cut.shares for cut in cuts), row.sequence_parallel and row.slices != 1))
             facts.append(("slices", set(engine.slices_run), {self.lengths[0]}))
         self.wrong += [f"step {number}: {what} {got}, not {wanted}" for what, got, wanted in facts if got != wanted]
-        session = getattr(engine, "_session", None)
+        session = getattr(engine._controller, "caching", None)
         if session is not None and session.cache is not None:
             for job in session.cache._writing:  # a step as short as these would be over before its outputs are written
                 job.result()
@@ -241,7 +247,9 @@ class _Run:
 
 def _engine_of(row: Row, start: Layout) -> Any:
     token_pipeline = {"slices": slices_of(row), "schedule": row.schedule, "weight_gradients": row.weight_gradients}
-    if row.placement != "plain":
+    if row.placement != "plain" and start.stages == 1:
+        token_pipeline["schedule"] = "1f1b"
+    elif row.placement != "plain":
         token_pipeline |= {"stages_per_place": 2, "placement": row.placement}
     config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
     if row.is_elastic:

@@ -149,7 +149,9 @@ def reassemble(
 def _bound(module: PipelineModule, parts: list[int], places: Sequence[int] | None) -> None:
     """Set the range that DeepSpeed builds, and the place of each entry; see `ModelChunks`."""
     module.parts = parts
-    if places is None:
+    if places is None or list(places) == list(range(len(parts) - 1)):
+        for name in (PLACES, "stage_owner"):  # of a placement before
+            vars(module).pop(name, None)
         module._set_bounds(start=parts[module.stage_id], stop=parts[module.stage_id + 1])
         return
     setattr(module, PLACES, tuple(places))

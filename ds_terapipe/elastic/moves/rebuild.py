@@ -22,6 +22,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.pipeline.ends import by_place
 from ds_terapipe.pipeline.teardown import remove_hooks
 
 # Attributes that a rebuilt engine keeps; a test lists the others that DeepSpeed's constructor sets.
@@ -51,7 +52,7 @@ def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any], wrap
     grid = engine.module.mpu()
     remove_hooks(engine)
     p2p._grid = None
-    with quietly(), random_states_kept(engine.device), _keeping(engine, wrap):
+    with quietly(), random_states_kept(engine.device), by_place(engine), _keeping(engine, wrap):
         config = DeepSpeedConfig({**engine._config._param_dict, **batch}, grid)
         config.pipeline.update(pipe_partitioned=False, grad_partitioned=False)
         monitored, config.monitor_config = config.monitor_config, get_monitor_config({})  # its writers exist

@@ -122,11 +122,22 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         close_groups([consensus.group], consensus)
 
 
-def places_of(places: int, settings: TokenPipelineConfig) -> tuple[int, ...]:
-    """Return the place of each stage."""
-    if settings.placement == "v":
-        return tuple(stage.place for stage in Placement.v(places).stages)
-    return tuple(stage.place for stage in Placement.interleaved(places, settings.stages_per_place).stages)
+def places_of(places: int, settings: TokenPipelineConfig, layers: int | None = None) -> tuple[int, ...]:
+    """Return the place of each stage, in a pipeline of so many places.
+
+    A place alone has one stage. Given ``layers``, places have fewer stages than configured if there are too few layers.
+    """
+    each = 1 if places == 1 else settings.stages_per_place
+    if layers is not None:
+        each = min(each, layers // places)
+    with_v = settings.placement == "v" and each > 1
+    placement = Placement.v(places) if with_v else Placement.interleaved(places, each)
+    return tuple(stage.place for stage in placement.stages)
+
+
+def places_for(engine: Any, places: int) -> tuple[int, ...]:
+    """Return the place of each stage of an engine whose pipeline has so many places."""
+    return places_of(places, engine.token_pipeline, len(ModelChunks(engine.module).specs))
 
 
 def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[int]:

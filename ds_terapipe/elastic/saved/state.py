@@ -42,7 +42,9 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"load_checkpoint: got {path} ({error}), must be JSON, use another checkpoint") from error
     missing = set(_KEYS) - set(found) if isinstance(found, dict) else set(_KEYS)
-    if missing or not _are_parts(found["parts"], found["stages"], found["layers"]):
+    if not missing and isinstance(found["stages"], int):
+        found.setdefault("places", [*range(found["stages"])])  # older checkpoints have one stage on each place
+    if missing or not _are_parts(found["parts"], found["stages"], found["layers"], found.get("places")):
         what = f"without {min(missing)}" if missing else "whose parts are none"
         raise ConfigError(
             f"load_checkpoint: got {path} {what}, must be a file of this checkpoint, use another checkpoint"
@@ -50,11 +52,13 @@ def read(folder: Path) -> dict[str, Any] | None:
     return dict(found)
 
 
-def _are_parts(parts: Any, stages: Any, layers: Any) -> bool:
-    """Whether these are the first entry of each stage and, last, the number of layers."""
-    if not isinstance(parts, list) or not all(isinstance(part, int) for part in [*parts, stages, layers]):
+def _are_parts(parts: Any, stages: Any, layers: Any, places: Any) -> bool:
+    """Whether these are the first entry of each stage and, last, the number of layers; on so many places."""
+    if not isinstance(parts, list) or not isinstance(places, list):
         return False
-    return len(parts) == stages + 1 and [parts[0], parts[-1]] == [0, layers] and parts == sorted(parts)
+    if not all(isinstance(part, int) for part in [*parts, *places, stages, layers]) or {*places} != {*range(stages)}:
+        return False
+    return len(parts) == len(places) + 1 and [parts[0], parts[-1]] == [0, layers] and parts == sorted(parts)
 
 
 def check(state: dict[str, Any], now: dict[str, Any]) -> None:

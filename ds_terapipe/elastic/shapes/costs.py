@@ -33,7 +33,7 @@ def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
 class _OfRank(NamedTuple):
     """Costs of a rank's entries: ``table`` [5, entries], its times 0 unless ``timed``; ``share``: see `_optimizer_share`."""
 
-    first: int
+    entries: tuple[int, ...]
     timed: bool
     share: float
     table: _Table
@@ -56,8 +56,7 @@ class Costs:
         of_ranks: list[_OfRank] = engine._consensus.gather(self._of_this_rank(engine, chunks))
         measured, table = all(each.timed for each in of_ranks), np.zeros((5, len(chunks.specs)))
         for each in of_ranks:
-            columns = table[:, each.first : each.first + each.table.shape[1]]
-            np.maximum(columns, each.table, out=columns)
+            table[:, each.entries] = np.maximum(table[:, each.entries], each.table)
         if not measured:  # a backward pass is twice a forward pass
             table[_FORWARD], table[_BACKWARD] = table[_WEIGHTS], 2 * table[_WEIGHTS]
         else:
@@ -90,9 +89,8 @@ class Costs:
         spent = table[_BACKWARD] * (np.array(entries) >= engine.frozen_layers)
         if kept and spent.sum() > 0:
             table[_ACTIVATIONS] = sum(engine.slices_run[0]) * kept * spent / spent.sum()
-        return _OfRank(
-            chunks.ranges[0].start, times is not None, _optimizer_share(engine.module, engine.basic_optimizer), table
-        )
+        share = _optimizer_share(engine.module, engine.basic_optimizer)
+        return _OfRank(entries, times is not None, share, table)
 
 
 def _optimizer_share(module: nn.Module, optimizer: Any) -> float:

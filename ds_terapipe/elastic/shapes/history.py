@@ -35,6 +35,7 @@ class StepShape(NamedTuple):
         stages, replicas, micro_batch, micro_batches: see `resize.Shape`.
         frozen_layers: number of frozen entries, from the first one on.
         parts: first entry of each stage and, last, the number of entries.
+        places: place of each stage; None: one stage on each.
     """
 
     stages: int
@@ -43,6 +44,13 @@ class StepShape(NamedTuple):
     micro_batches: int
     frozen_layers: int
     parts: tuple[int, ...]
+    places: tuple[int, ...] | None = None
+
+    @property
+    def placed(self) -> list[tuple[int, int, int]]:
+        """Place, first entry and the entry after the last one, of each stage."""
+        places = range(self.stages) if self.places is None else self.places
+        return [(place, *bounds) for place, bounds in zip(places, pairwise(self.parts), strict=True)]
 
 
 class History:
@@ -216,18 +224,20 @@ def _fields(line: str, where: str) -> Fields:
 
 
 def _period(fields: Fields, event: str, step: int, at: float) -> Period:
-    stages, replicas, *_ = numbers = [_whole(fields, name) for name in StepShape._fields[:-1]]
-    parts, ranks = fields.value("parts"), fields.value("ranks")
-    if not _numbers(parts) or len(parts) != stages + 1 or any(a >= b for a, b in pairwise(parts)):
-        raise fields.fail("parts", f"where {stages} stages begin and the last one ends", _USE)
+    stages, replicas, *_ = numbers = [_whole(fields, name) for name in StepShape._fields[:-2]]
+    parts, places, ranks = (fields.value(name) for name in ("parts", "places", "ranks"))
+    if places is not None and (not _numbers(places) or {*places} != {*range(stages)}):
+        raise fields.fail("places", f"a place of 0 to {stages - 1} for each stage", _USE)
+    count = len(places or range(stages))
+    if not _numbers(parts) or len(parts) != count + 1 or any(a >= b for a, b in pairwise(parts)):
+        raise fields.fail("parts", f"where {count} stages begin and the last one ends", _USE)
     if not isinstance(ranks, list) or not all(_numbers(rank) and len(rank) == 2 for rank in ranks):
         raise fields.fail("ranks", "[stage, replica] of each process", _USE)
     if not ranks or any(stage >= stages or replica >= replicas for stage, replica in ranks):
         raise fields.fail("ranks", f"of {stages} stages and {replicas} replicas", _USE)
     whose = tuple((int(stage), int(replica)) for stage, replica in ranks)
-    return Period(
-        step, None, StepShape._make([*numbers, tuple(parts)]), whose, event == START, fields.number("seconds"), at
-    )
+    ran_on = StepShape._make([*numbers, tuple(parts), places and tuple(places)])
+    return Period(step, None, ran_on, whose, event == START, fields.number("seconds"), at)
 
 
 def _whole(fields: Fields, name: str) -> int:

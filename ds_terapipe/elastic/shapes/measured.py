@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.policies.resize import Shape, shapes
 from ds_terapipe.elastic.shapes.costs import nbytes
 from ds_terapipe.elastic.shapes.predict import Choice, Machine, Prediction, choose, predict
@@ -126,18 +127,19 @@ class ShapeSelector:
             return None
         engine, slices = self._engine, len(self._engine.slices_run[0])
         machine = self._machine = self._machine or self._measure_machine()
-        now, parts = engine.shape, ModelChunks(engine.module).parts
+        now, chunks = engine.shape, ModelChunks(engine.module)
+        parts, places = chunks.parts, chunks.places
         if self._decided is None:
-            self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts))
+            self._know_memory(predict(now, costs, machine, engine.frozen_layers, slices, parts, places))
         first = max(frozen, engine.untrained_layers)
         costs = replace(costs, forward=tuple(engine._controller.caching.forward_seconds(costs.forward, first)))
-        present = predict(now, costs, machine, first, slices, parts)
-        others = [predict(shape, costs, machine, first, slices) for shape in self._candidates(frozen)]
-        others = [
-            each
-            for each in others
-            if (each.shape, each.parts) != (now, parts) and not split(engine._shared, each.parts)
-        ]
+        present = predict(now, costs, machine, first, slices, parts, places)
+        others = []
+        for shape in self._candidates(frozen):
+            on = places_for(engine, shape.stages)
+            each = predict(shape, costs, machine, first, slices, places=on)
+            if (shape, each.parts) != (now, parts) and not split(engine._shared, each.parts, on):
+                others.append(each)
         change = _CHANGE_STEPS * present.seconds if self.change_seconds is None else self.change_seconds
         limit = None if self._limit is None else self._limit - self._beside
         found = self._consensus.decide(lambda: choose(present, others, limit, _steps_left(engine), change))
@@ -215,7 +217,8 @@ class ShapeSelector:
             why = f", but a rank holds {gigabytes:.2f} GB" if each in choice.too_large else ""
             taken = " (taken)" if each == choice.taken else ""
             cut = "-".join(str(b - a) for a, b in zip(each.parts, each.parts[1:], strict=False))
-            said.append(f"{shape_text(each.shape)} of {cut} layers, {each.seconds:.3f} s{why}{taken}")
+            shape = shape_text(each.shape, self._engine.token_pipeline.stages_per_place > 1)
+            said.append(f"{shape} of {cut} layers, {each.seconds:.3f} s{why}{taken}")
         return f"elastic_pipeline: a step is predicted to take: {'; '.join(said)}"
 
     def _say_untimed(self) -> None:

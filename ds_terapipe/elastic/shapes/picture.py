@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
 
 from ds_terapipe.elastic.shapes.history import Period
 from ds_terapipe.elastic.shapes.shape_text import shape_text
@@ -34,8 +33,8 @@ def shapes_text(periods: Sequence[Period]) -> str:
         )
         frozen = f"{ran_on.frozen_layers} of {ran_on.parts[-1]} layers frozen"
         out.append(f"{steps} {period.first}{until}{took}: {shape_text(ran_on)}, {frozen}{before}")
-        for stage, (first, stop) in enumerate(pairwise(ran_on.parts)):
-            holders = [str(process) for process, (of, _) in enumerate(period.ranks) if of == stage]
+        for stage, (place, first, stop) in enumerate(ran_on.placed):
+            holders = [str(process) for process, (of, _) in enumerate(period.ranks) if of == place]
             processes = f"process{'es' * (len(holders) != 1)} {', '.join(holders)}"
             out.append(f"  stage {stage}: {_layers(first, stop)} on {processes}")
     return "\n".join(out)
@@ -76,13 +75,15 @@ def shapes_svg(periods: Sequence[Period], width: int = 960) -> str:
 def _period(period: Period, x: float, wide: float, row: float) -> list[str]:
     ran_on, each = period.ran_on, row / period.ran_on.parts[-1]
     out = _fitting(x, _TOP - 8, wide, (shape_text(ran_on), f"{ran_on.stages} x {ran_on.replicas}"), INK)
-    for process, (stage, replica) in enumerate(period.ranks):
+    for process, (place, replica) in enumerate(period.ranks):
         y = _TOP + process * (row + _GAP)
         out.append(_rect(x, y, wide, row, EMPTY))
-        first, stop = ran_on.parts[stage : stage + 2]
-        middle = min(max(ran_on.frozen_layers, first), stop)
         light, dark = COLOURS[replica % len(COLOURS)]
-        for a, b, colour, ink, frozen in ((first, middle, light, INK, ", frozen"), (middle, stop, dark, "#ffffff", "")):
+        kinds = []
+        for first, stop in (bounds for of, *bounds in ran_on.placed if of == place):
+            middle = min(max(ran_on.frozen_layers, first), stop)
+            kinds += [(first, middle, light, INK, ", frozen"), (middle, stop, dark, "#ffffff", "")]
+        for a, b, colour, ink, frozen in kinds:
             if a < b:
                 out.append(_rect(x, y + a * each, wide, (b - a) * each, colour))
             if (b - a) * each > _FONT:

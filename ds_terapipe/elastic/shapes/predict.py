@@ -71,13 +71,19 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    shape: Shape, costs: LayerCosts, machine: Machine, frozen: int, slices: int = 1, parts: Sequence[int] | None = None
+    shape: Shape,
+    costs: LayerCosts,
+    machine: Machine,
+    frozen: int,
+    slices: int = 1,
+    parts: Sequence[int] | None = None,
+    places: Sequence[int] | None = None,
 ) -> Prediction:
     """Predict a step's time and peak memory in a shape.
 
     A pipeline of K stages takes the time of one unit on all stages, and that of the slowest stage for each further
-    unit. Units are micro-batches, or their slices. Then a ring all-reduce sums the gradients of the replicas, and each
-    rank updates its weights.
+    unit. Units are micro-batches, or their slices. With V stages on each place, filling and draining the pipeline takes
+    the V-th part. Then a ring all-reduce sums the gradients of the replicas, and each rank updates its weights.
 
     Args:
         shape: the shape to predict.
@@ -86,26 +92,30 @@ def predict(
         frozen: entries that go forward only.
         slices: slices of a micro-batch if there are several stages.
         parts: first entry of each stage, then the number of entries; None: balanced.
+        places: place of each stage; None: one stage on each.
     """
-    parts = balanced(costs.forward, costs.backward, frozen, shape.stages) if parts is None else tuple(parts)
-    entries = range(len(costs.forward))
+    places = range(shape.stages) if places is None else places
+    parts = balanced(costs.forward, costs.backward, frozen, len(places)) if parts is None else tuple(parts)
+    entries, stages = range(len(costs.forward)), [range(a, b) for a, b in pairwise(parts)]
+    of_places = [[s for s, place in enumerate(places) if place == at] for at in range(shape.stages)]
     larger = shape.micro_batch / costs.micro_batch
     trains = [entry >= frozen for entry in entries]
     seconds = [larger * (costs.forward[e] + costs.backward[e] * trains[e]) for e in entries]
-    stages = [sum(seconds[a:b]) for a, b in pairwise(parts)]
-    cut = slices if shape.stages > 1 else 1
-    pipeline = (sum(stages) + (shape.micro_batches * cut - 1) * max(stages)) / cut
-    gradients = max(sum(costs.trained[e] * trains[e] for e in set(costs.same[a:b])) for a, b in pairwise(parts))
+    slowest = max(sum(seconds[e] for s in here for e in stages[s]) for here in of_places)
+    cut, each = slices if shape.stages > 1 else 1, len(stages) / shape.stages
+    pipeline = (sum(seconds) / each + (shape.micro_batches * cut - 1 / each) * slowest) / cut
+    kept = [{costs.same[e] for s in here for e in stages[s]} for here in of_places]
+    gradients = max(sum(costs.trained[e] * trains[e] for e in tensors) for tensors in kept)
     reduction = 0.0
     if shape.replicas > 1 and gradients:
         sent = 2 * (shape.replicas - 1) / shape.replicas * gradients
         reduction = machine.reduce_latency + machine.reduce_seconds * sent
     held = []
-    for stage, (a, b) in enumerate(pairwise(parts)):
-        live = min(shape.micro_batches, shape.stages - stage) * larger
+    for here, tensors in zip(of_places, kept, strict=True):
+        live = {s: min(shape.micro_batches, len(stages) - s) * larger for s in here}
         held.append(
-            sum(costs.weights[e] + trains[e] * costs.state[e] for e in set(costs.same[a:b]))
-            + live * sum(costs.activations[e] for e in range(a, b) if trains[e])
+            sum(costs.weights[e] + trains[e] * costs.state[e] for e in tensors)
+            + sum(live[s] * costs.activations[e] for s in here for e in stages[s] if trains[e])
         )
     return Prediction(shape, parts, pipeline + reduction + machine.update_seconds * gradients, max(held))
 

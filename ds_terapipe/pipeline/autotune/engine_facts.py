@@ -40,7 +40,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
-        schedule = DEFAULT_SCHEDULE if config.stages_per_place == 1 else INTERLEAVED
+        schedule = INTERLEAVED if ModelChunks(engine.module).is_placed else DEFAULT_SCHEDULE
         return FixedSlices(slices, schedule if config.schedule == AUTO else config.schedule)
     path = config.measurements_path
     if path is not None:
