@@ -182,7 +182,7 @@ class _Run:
         self.row, self.start, self.wrong, self.taken = row, start, list[str](), 0
         self.engine = _engine_of(row, start)
         replica, share = self.engine.grid.data_parallel_id, row.micro_batches // start.replicas
-        self.mine = slice(replica * share, (replica + 1) * share)
+        self.mine = slice(replica * share, (replica + 1) * share if not row.is_elastic or self.engine.reads_data else 0)
         self.lengths = [lengths_of(24 if row.model in OURS else common.SEQ, slices_of(row))] * share
 
     def steps(self, numbers: Sequence[int]) -> Trained:
