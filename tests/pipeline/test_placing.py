@@ -146,7 +146,6 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[st
         engine.save_checkpoint(folder, tag=name)
         saved[name] = common.whole_tensors(engine.module)
         found.append((start, pairs, names, tied))
-    errors.append(raised(partial(engine.set_slices, "auto")))
     for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
         errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
     return found, errors
@@ -173,7 +172,7 @@ def test_states_of_another_placement_and_what_cannot_be_placed_are_refused(sprea
     wanted = (
         "of one stage on each place, must be stages from entries [0, 3, 4, 5] on places [0, 1, 0, 1] as now, use",
         "of one stage on each place, must be stages", "on places [0, 1, 0, 1], must be",
-        '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
+        "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
     )  # fmt: skip
     for _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):
