@@ -81,8 +81,9 @@ class Plan:
 
     @property
     def losing(self) -> tuple[Option, ...]:
-        """The options but the chosen one."""
-        return tuple(o for o in self.options if (o.schedule, o.slices) != (self.schedule, self.slices))
+        """The options but the chosen one, and those that are its order by another name."""
+        chosen = {o[1:] for o in self.options if (o.schedule, o.slices) == (self.schedule, self.slices)}
+        return tuple(o for o in self.options if o[1:] not in chosen)
 
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
