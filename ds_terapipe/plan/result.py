@@ -101,10 +101,13 @@ class Plan:
     def summary(self) -> list[str]:
         """Return the plan's lines for the log of a run: what was chosen and lost, what for, and memory if known."""
         chosen, made_for, step = self._said()
-        shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
+        shown: dict[Any, Option] = {}  # an order by its first name
+        for place, option in enumerate(self.losing):
+            if place == 0 or len(option.slices) == 1:
+                shown.setdefault(option[1:], option)
         others = [
             f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
-            for o in shown[:2]
+            for o in [*shown.values()][:2]
         ]
         out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
         if self.memory:

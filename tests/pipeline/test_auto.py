@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from ds_terapipe.optim.schedules.mixed_batch import set_batch
+from ds_terapipe.pipeline.autotune import planner
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TURNS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.plan.choose import Request, plan_of
+from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, text_of
 from ds_terapipe.schedule.numbered import Problem
 from ds_terapipe.schedule.search import search
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
-from tests.pipeline.training import build_engine, raised, train
-from tests.plan.costs import ExampleCost
+from tests.pipeline.training import SGD, build_engine, raised, train, train_plain
+from tests.plan.costs import ExampleCost, sample_points
 from tests.spawn import launched
 
 MICRO_BATCHES, SEQUENCE = 2, 24
@@ -34,6 +36,7 @@ ORDER = (
     "1F0.0 1F0.1 1F1.0 1B0.1 1W0.1 1B0.0 1F1.1 1B1.1 1W0.0 1B1.0 1W1.0",
 )
 LIVE = (4, 3)  # of no named schedule
+TWICE = {"interleaved": ((2.0, 1.0, 1.0, 2.0), 0.0), "v": ((1.0, 2.0, 1.0, 2.0), 1e-4)}  # a search pays: stages, attention
 
 
 def auto(module: Any = None, **keys: Any) -> Any:
@@ -102,6 +105,7 @@ def given(folder: str) -> dict[str, Any]:
         if known_by == "plan_path":
             engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
         engine.destroy()
+    found["other"] = raised(lambda: auto(stages_per_place=2, plan_path=f"{folder}/folded.json"))
     return found
 
 
@@ -130,6 +134,29 @@ def odd_steps() -> dict[str, Any]:
     return {"lengths": lengths, "random_used": random_used, "plan": plans(engine), "memory": memory(engine)}
 
 
+def several(folder: str) -> dict[str, Any]:
+    """Measure two stages on a place, plan by other times, for which a searched order is the best, and resume."""
+    steps, found, measure = steps_of(MEASURING + 2, MICRO_BATCHES), dict[str, Any](), planner.measured_cost
+    wanted = train_plain(gpt(), masked_loss, steps, lambda given: torch.optim.SGD(given, **SGD["params"])).losses
+    for placement, (factors, attention) in TWICE.items():
+        cost, points = ExampleCost(factors, linear=1e-3, attention=attention, weights=1e-3), sample_points(SEQUENCE, 8)
+        samples = [[Sample(n, c, cost.forward(k, n, c), cost.backward(k, n, c)) for n, c in points] for k in range(4)]
+        stages = [StageCost(each, [(n, cost.weights(k, n)) for n in (1, SEQUENCE)]) for k, each in enumerate(samples)]
+        costs = MeasuredCost(stages, [[(1, 0.0), (SEQUENCE, 0.0)]] * 3, BATCH)
+        losses, made = list[float](), list[Any]()
+        with mock.patch.object(planner, "measured_cost", lambda *given, costs=costs: measure(*given) and costs):
+            for part in (steps[:-1], steps[-1:]):
+                engine = auto(stages_per_place=2, placement=placement)
+                if made:
+                    engine.load_checkpoint(folder, tag=placement)
+                losses += train(engine, part).losses
+                made += [*plans(engine), {*engine.slices_run}]
+                engine.save_checkpoint(folder, tag=placement)
+                engine.destroy()
+        found[placement] = losses, wanted, made
+    return found
+
+
 CANNOT: list[tuple[dict[str, Any], int, str]] = [
     ({"plan_path": "missing.json"}, 1, "token_pipeline.plan_path: missing.json: cannot be read"),
     ({"measurements_path": f"{__file__}/costs.json"}, 1, 'costs.json", must be a file that can be written'),
@@ -139,6 +166,7 @@ CANNOT: list[tuple[dict[str, Any], int, str]] = [
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {"numbers": same_numbers(f"{folder}/costs.json"), "odd": odd_steps(), "given": given(folder)}
+    found["several"] = several(folder)
     found["told"] = [
         raised(lambda keys=keys, steps=steps: train(auto(**keys), steps_of(steps, MICRO_BATCHES))) for keys, steps, _ in CANNOT
     ]
@@ -194,6 +222,16 @@ def test_a_plan_that_is_given_is_what_runs(results, known_by):
         assert losses["plan_path"] == pytest.approx(losses["slices"], rel=1e-5)
         assert losses["folded"] == pytest.approx(losses["slices"], rel=1e-5)  # on two stages a place
         assert result["given"]["folded"][0][0] == [GIVEN] * MICRO_BATCHES
+        assert "is for stages on places 0, 1, 1, 0, must be for this run's stages on places 0, 1, 0, 1" in result["given"]["other"]
+
+
+@pytest.mark.parametrize(("placement", "last"), [("interleaved", [0, 1]), ("v", [1, 0])])
+def test_two_stages_on_a_place_are_planned_by_search_where_that_pays_and_resumed(results, placement, last):
+    (losses, wanted, made), second = (result["several"][placement] for result in results)
+    plan, ran, again, ran_again = made
+    assert losses == pytest.approx(wanted, rel=1e-5) == second[0] and made == second[2]
+    assert plan["order"] == again["order"] and ran == ran_again == {tuple(plan["slices"])} == {(8, 8, 8)}
+    assert [stage.place for stage in Plan.from_dict(plan).placement.stages] == [0, 1, *last]
 
 
 def test_what_cannot_be_planned_is_one_line_on_every_rank(results):

@@ -16,6 +16,7 @@ from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact
@@ -166,6 +167,16 @@ def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
     planned, *_ = run.steps(COMPARING, [1024], lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
     assert planned not in EQUAL
     assert run.said("used instead") and run.step([1024]) == min(EQUAL, key=EQUAL.__getitem__)
+
+
+def test_the_plans_order_by_another_name_is_no_rival():
+    """Without weight gradients ``zero_bubble`` is ``1f1b``."""
+    (run := Run()).measure([1024])
+    plan, (first, second, *_) = Plan.from_dict(run.plans[0]), EQUAL
+    assert plan.losing and all(option.slices != plan.slices or option.step_s > plan.step_s for option in plan.losing)
+    planned = dataclasses.replace(plan, schedule="zero_bubble", slices=first)
+    rivals = run.auto._planner.rivals(planned, [RecordedStep(cut, (), 1.0) for cut in (first, second)])
+    assert [rival.slices for rival in rivals] == [second]
 
 
 def test_replicas_with_other_lengths_measure_and_plan_together():

@@ -85,6 +85,20 @@ def test_waits_are_filled_where_there_are_weight_gradients(weights):
     assert (found.schedule == "zero_bubble") == (weights > 0)
 
 
+SEVERAL = [
+    (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
+    (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),  # without weight gradients, too
+]
+
+
+@pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), SEVERAL)
+def test_several_stages_on_a_place_have_orders_of_their_own(where, factors, micro_batches, weights, schedule):
+    cost = ExampleCost(factors, linear=1e-3, attention=1e-4, weights=weights)
+    plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=1.0))
+    assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
+    assert len(plan.summary()[0].split("; ")) == len({*plan.summary()[0].split("; ")}) == 3
+
+
 def fits(request, schedule, lengths):
     uses = memory_use(request.memory, schedule, lengths, request.micro_batches, request.weights_once)
     return request.memory_gb is None or max(use.total for use in uses) <= request.memory_gb * 1e9
