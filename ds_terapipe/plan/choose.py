@@ -21,7 +21,7 @@ from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.schedule import NAMES, SCHEDULES, SEARCHED, Placement, Schedule, given, names_on
+from ds_terapipe.schedule import SCHEDULES, SEARCHED, Placement, Schedule, given, names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices

@@ -186,16 +186,13 @@ def test_layers_of_a_divided_place_have_the_seeds_and_checkpoints_of_the_whole(s
         assert len({tuple(ours) for ours, _ in found.values()}) > 1  # the seeds do depend on the interval
 
 
-def test_auto_plans_for_several_stages_on_a_place(planned):
+def test_auto_measures_and_plans_for_several_stages_on_a_place(planned):
     for found in planned:
         for name in ("measuring", "measured"):
             plan = Plan.from_dict(found[name])
             assert plan.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
             assert plan.stages == 3 and len(plan.memory) == 2 and min(use.total for use in plan.memory) > 0
         assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(plan.lines())
-
-
-def test_measurements_know_the_stages_of_a_place(planned):
     cost = planned[0]["cost"]
     assert cost.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
     assert cost.layers is not None and [len(place) for place in cost.layers.stages] == [4, 4]

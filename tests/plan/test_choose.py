@@ -79,24 +79,21 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
 
 
-@pytest.mark.parametrize("weights", [0.0, 2e-5])
-def test_waits_are_filled_where_there_are_weight_gradients(weights):
-    found = choose(ExampleCost([1.0] * 4, weights=weights), Request(512, 4, 2, weights_once=True))
-    assert (found.schedule == "zero_bubble") == (weights > 0)
-
-
-SEVERAL = [
-    (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
-    (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),  # without weight gradients, too
-]
-
-
-@pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), SEVERAL)
-def test_several_stages_on_a_place_have_orders_of_their_own(where, factors, micro_batches, weights, schedule):
-    cost = ExampleCost(factors, linear=1e-3, attention=1e-4, weights=weights)
-    plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=1.0))
+@pytest.mark.parametrize(
+    ("where", "factors", "micro_batches", "weights", "schedule"),
+    [
+        (None, [1.0] * 4, 2, 1e-3, "zero_bubble"),
+        (None, [1.0] * 4, 2, 0.0, "1f1b"),
+        (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
+        (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),
+    ],
+)
+def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, factors, micro_batches, weights, schedule):
+    several = where is not None
+    cost = ExampleCost(factors, linear=1e-3, attention=several * 1e-4, weights=weights)
+    plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=float(several)))
     assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
-    assert len(plan.summary()[0].split("; ")) == len({*plan.summary()[0].split("; ")}) == 3
+    assert len(said := plan.summary()[0].split("; ")) == len({*said}) == 3
 
 
 def fits(request, schedule, lengths):
@@ -255,8 +252,6 @@ def test_a_broken_plan_is_one_line_with_file_and_field(plan, tmp_path, change, s
 
 DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
 FACTORS = (3.0, 1.5, 2.0)
-
-
 OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 
 
