@@ -39,16 +39,11 @@ TWICE = {"interleaved": ((2.0, 1.0, 1.0, 2.0), 0.0), "v": ((1.0, 2.0, 1.0, 2.0),
 
 
 def auto(module: Any = None, **keys: Any) -> Any:
-    keys["slices"] = "auto"
     return build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, module=module)
 
 
 def plans(engine: Any) -> list[dict[str, Any]]:
     return engine._slicer.state()["plans"]
-
-
-def memory(engine: Any) -> Any:
-    return engine._slicer._planner.limit.model.stages
 
 
 def same_numbers(path: str) -> dict[str, Any]:
@@ -72,7 +67,7 @@ def same_numbers(path: str) -> dict[str, Any]:
     again.destroy()
     return {
         "again": [plan["seq_length"] for plan in plans(again)],
-        "memory": memory(engine),
+        "memory": engine._slicer._planner.limit.model.stages,
         "losses": (wanted.losses, found.losses),
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
         "after": after,
@@ -124,12 +119,12 @@ def odd_steps() -> dict[str, Any]:
     run(steps_of(MEASURING, MICRO_BATCHES)[1:])
     run(steps_of(1, MICRO_BATCHES, length=SEQUENCE - 8))
     run(steps_of(1 + ROUNDS * 3, MICRO_BATCHES, length=SEQUENCE + 8))  # in four slices, two and one
-    random_used = not torch.equal(random, torch.get_rng_state())
+    drew = not torch.equal(random, torch.get_rng_state())
     set_batch(engine, 2 * BATCH * MICRO_BATCHES, 2 * BATCH)
     for step in steps_of(MEASURING, MICRO_BATCHES, batch=2 * BATCH):
         run([step])
     engine.destroy()
-    return {"lengths": lengths, "random_used": random_used, "plan": plans(engine), "memory": memory(engine)}
+    return {"lengths": lengths, "drew": drew, "plan": plans(engine), "memory": engine._slicer._planner.limit.model.stages}
 
 
 def several(folder: str) -> dict[str, Any]:
@@ -180,7 +175,7 @@ def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results):
 def test_trials_use_no_random_number_and_evaluation_and_other_shapes_are_no_trouble(results):
     """Lengths are planned from what is known, or measured; micro-batches of another size are measured again."""
     first, second = (result["odd"] for result in results)
-    assert not first["random_used"] and not second["random_used"] and first["plan"] == second["plan"]
+    assert not first["drew"] and not second["drew"] and first["plan"] == second["plan"]
     lengths = [SEQUENCE, SEQUENCE - 8, SEQUENCE + 8]
     assert first["lengths"] == [lengths[:1], lengths[:2], lengths, *[[]] * (MEASURING - 1), lengths[:1]]
     for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
@@ -222,9 +217,8 @@ def test_a_plan_that_is_given_is_what_runs(results, known_by):
 
 @pytest.mark.parametrize(("placement", "last"), [("interleaved", [0, 1]), ("v", [1, 0])])
 def test_two_stages_on_a_place_are_planned_by_search_where_that_pays_and_resumed(results, placement, last):
-    (losses, wanted, made), second = (result["several"][placement] for result in results)
-    plan, ran, again, ran_again = made
-    assert losses == pytest.approx(wanted, rel=1e-5) == second[0] and made == second[2]
+    (losses, wanted, (plan, ran, again, ran_again)), other = (result["several"][placement] for result in results)
+    assert losses == pytest.approx(wanted, rel=1e-5) == other[0] and other[2] == [plan, ran, again, ran_again]
     assert plan["order"] == again["order"] and ran == ran_again == {tuple(plan["slices"])} == {(8, 8, 8)}
     assert [stage.place for stage in Plan.from_dict(plan).placement.stages] == [0, 1, *last]
 

@@ -115,11 +115,8 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """A run that plans, and one that has the measurements; its measurements."""
     found: dict[str, Any] = {}
     costs = f"{folder}/costs.json"
-    for name, first, keys in (
-        ("measuring", 2, {"measurements_path": costs}),
-        ("measured", 2, {"measurements_path": costs, "memory_gb": 1.0}),
-    ):
-        engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
+    for name, keys in (("measuring", {}), ("measured", {"memory_gb": 1.0})):
+        engine = build_engine(frozen_until(2), masked_loss, token_pipeline={"measurements_path": costs, **keys})
         train(engine, steps_of(14, 2))
         (found[name],) = engine._slicer.state()["plans"]
         engine.destroy()

@@ -116,11 +116,12 @@ def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
     run.step([1024] * 4)  # another number of micro-batches is planned from what is known
     assert len(run.plans) == 2 and run.meter.begin.call_count == 1
     # without weight gradients zero_bubble is 1f1b by another name, and so no rival and no runner-up
-    plan, (first, second, *_) = Plan.from_dict(run.plans[0]), EQUAL
-    assert all(option.slices != plan.slices or option.step_s > plan.step_s for option in plan.losing)
-    planned = dataclasses.replace(plan, schedule="zero_bubble", slices=first)
-    rivals = run.auto._planner.rivals(planned, [RecordedStep(cut, (), 1.0) for cut in (first, second)])
-    assert [rival.slices for rival in rivals] == [second]
+    (alone, plan), (first, second, *_) = map(Plan.from_dict, run.plans), EQUAL
+    assert all(option.slices != alone.slices or option.step_s > alone.step_s for option in alone.losing)
+    for schedule, others in (("zero_bubble", [second]), ("terapipe", [first, second])):
+        planned = dataclasses.replace(plan, schedule=schedule, slices=first)
+        rivals = run.auto._planner.rivals(planned, [RecordedStep(cut, (), 1.0) for cut in (first, second)])
+        assert [rival.slices for rival in rivals] == others
 
 
 @pytest.mark.parametrize("lengths", [(1024, 512), (512, 1024)])
