@@ -10,12 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from . import blocks
 from .blocks import Block, Count, FileName, Gigabytes, Must, Number, Switch, one_of
 from .errors import shown
-from .rules import Rule, above, at, check, is_given
-from .schedule import NAMES
+from .rules import Rule, at, check, is_given
+from .schedule import SCHEDULES
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO, INTERLEAVED = "auto", "interleaved"
-SCHEDULES = (*NAMES, INTERLEAVED)
 YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
 _GONE = [
     Rule(
@@ -144,7 +143,6 @@ def _on_a_place(config: Mapping[str, Any]) -> Any:
     return at(config, f"{TOKEN_PIPELINE}.stages_per_place", 1)
 
 
-_SEVERAL = f"{TOKEN_PIPELINE}.stages_per_place"
 _PLANNED = 'absent beside slices that are given, it belongs to "slices": "auto"'
 SEVERAL_RULES = (
     Rule(
@@ -160,13 +158,6 @@ SEVERAL_RULES = (
         '"interleaved" unless each place has two stages',
         '"stages_per_place": 2',
         when=lambda config: _on_a_place(config) != 2,
-    ),
-    Rule(
-        _SEVERAL,
-        above(1),
-        '1 where slices are "auto" (the plan of plan_path has its own)',
-        '"slices": 8',
-        when=lambda config: at(config, f"{TOKEN_PIPELINE}.slices", AUTO) == AUTO,
     ),
 )
 RULES = (

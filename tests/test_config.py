@@ -65,7 +65,6 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("schedule", "1F1b", f'"auto" or {SCHEDULES} or "interleaved", use "1f1b"', {"slices": 8}),
     ("schedule", "interleaved", 'must be "1f1b" with one stage on each place', {"slices": 8}),
     ("stages_per_place", 0, "got 0, must be a positive number of stages", {"slices": 8}),
-    ("stages_per_place", 2, 'must be 1 where slices are "auto"', {}),
     ("placement", "v", "unless each place has two stages", {"slices": 8, "stages_per_place": 3}),
     ("weight_gradients", "once", '"micro_batch" or "slice"', {"slices": 8}),
     ("layout", "bs_h", '"auto" or "bsh" or "sbh", use "bsh"', {"slices": 8}),

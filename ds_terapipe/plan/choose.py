@@ -21,7 +21,7 @@ from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, given
+from ds_terapipe.schedule import SCHEDULES, SEARCHED, Placement, Schedule, given, names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
@@ -120,7 +120,7 @@ def choose(cost: Cost, request: Request) -> Plan:
             f"one that can be cut into slices of {request.least} to {request.max_slice} tokens, which is what was measured",
             "a measurement of this length, or a smaller granularity",
         )  # fmt: skip
-    schedules = NAMES[::-1] if request.schedule == "auto" else (request.schedule,)
+    schedules = names_on(request.where)[::-1] if request.schedule == "auto" else (request.schedule,)
     timed: list[_Timed] = []
     best: _Timed | None = None
     for lengths in slicings:
@@ -244,8 +244,9 @@ def _too_large(request: Request, timed: Sequence[_Timed]) -> ConfigError:
 
 
 def _check(cost: Cost, request: Request) -> None:
-    if request.schedule not in ("auto", *NAMES):
-        raise bad_value("schedule", request.schedule, " or ".join(f'"{name}"' for name in ("auto", *NAMES)), '"auto"')
+    if request.schedule not in ("auto", *SCHEDULES):
+        known = " or ".join(f'"{name}"' for name in ("auto", *names_on(request.where)))
+        raise bad_value("schedule", request.schedule, known, '"auto"')
     if request.seq_length > cost.max_length:
         raise bad_value(
             "sequence length", request.seq_length, f"within what was measured, {cost.max_length} tokens",

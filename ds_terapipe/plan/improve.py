@@ -40,12 +40,13 @@ def why_not(times: StepTimes, schedule: str, lengths: Sequence[int]) -> str:
         return "one place waits for no other"
     if micro_batches >= _ENOUGH * places:
         return f"{micro_batches} micro-batches fill {places} places without"
-    if not times.weights_once or len(lengths) == 1:
-        return "weight gradients are not made apart"
-    own = times.slice_seconds(lengths)
-    weights = own.weights.sum() / (own.forward.sum() + own.backward.sum() + own.weights.sum())
-    if weights < _LITTLE:
-        return f"weight gradients are {weights:.0%} of the work"
+    if times.placement.is_plain:  # nothing but weight gradients can move
+        if not times.weights_once or len(lengths) == 1:
+            return "weight gradients are not made apart"
+        own = times.slice_seconds(lengths)
+        weights = own.weights.sum() / (own.forward.sum() + own.backward.sum() + own.weights.sum())
+        if weights < _LITTLE:
+            return f"weight gradients are {weights:.0%} of the work"
     shares = times.simulate(schedule, lengths).bubble_shares
     if shares["messages"] > shares["fill"] + shares["imbalance"]:
         return "messages take longer than all other waits"

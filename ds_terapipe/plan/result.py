@@ -12,7 +12,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
 from ds_terapipe.plan.files import Fields, read_json, write_json
 from ds_terapipe.plan.placed import placement_dict, placement_from
-from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, check_text, given
+from ds_terapipe.schedule import NAMES, SCHEDULES, SEARCHED, Placement, Schedule, check_text, given
 from ds_terapipe.schedule.placement import row_word
 
 FORMAT = "ds_terapipe plan 1"
@@ -81,8 +81,9 @@ class Plan:
 
     @property
     def losing(self) -> tuple[Option, ...]:
-        """The options but the chosen one."""
-        return tuple(o for o in self.options if (o.schedule, o.slices) != (self.schedule, self.slices))
+        """The options but the chosen one, and those that are its order by another name."""
+        chosen = {o[1:] for o in self.options if (o.schedule, o.slices) == (self.schedule, self.slices)}
+        return tuple(o for o in self.options if o[1:] not in chosen)
 
     def lines(self) -> list[str]:
         """Return the plan as text, the chosen option first."""
@@ -100,10 +101,13 @@ class Plan:
     def summary(self) -> list[str]:
         """Return the plan's lines for the log of a run: what was chosen and lost, what for, and memory if known."""
         chosen, made_for, step = self._said()
-        shown = [option for place, option in enumerate(self.losing) if place == 0 or len(option.slices) == 1]
+        shown: dict[Any, Option] = {}  # an order by its first name
+        for place, option in enumerate(self.losing):
+            if place == 0 or len(option.slices) == 1:
+                shown.setdefault(option[1:], option)
         others = [
             f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
-            for o in shown[:2]
+            for o in [*shown.values()][:2]
         ]
         out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
         if self.memory:
@@ -185,7 +189,7 @@ class Plan:
         if uses and len(uses) != places:
             word = "stages" if placement is None else "places"
             raise fields.fail("memory_bytes", f"one block for each of the {places} {word}", "a new plan")
-        micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*NAMES, SEARCHED))
+        micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*SCHEDULES, SEARCHED))
         where = Placement.plain(stages) if placement is None else placement
         return cls(
             schedule=schedule,
@@ -254,5 +258,5 @@ def _option(block: Fields, seq_length: int) -> Option:
     if sum(slices) != seq_length:
         raise block.fail("slices", f"lengths that add up to seq_length, {seq_length}", "a new plan")
     return Option(
-        block.one_of("schedule", (*NAMES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
+        block.one_of("schedule", (*SCHEDULES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .actions import ALL, Action, Grid, Group, Op, Unit
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
-from .orders import NAMES, Schedule, forward_only, order, peak_live_units, register, schedule_named
+from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
 from .render import grid_text, timeline_svg, timelines_svg
 from .replay import Dependencies, Interval, Replay, dependencies, replay
@@ -25,6 +25,7 @@ __all__ = [
     "EVAL_SENT_KEPT",
     "NAMES",
     "POSTED_AHEAD",
+    "SCHEDULES",
     "SEARCHED",
     "SENT_KEPT",
     "Action",
@@ -53,6 +54,7 @@ __all__ = [
     "given",
     "grid_from",
     "grid_text",
+    "names_on",
     "order",
     "peak_live_units",
     "register",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ds_terapipe.optim.schedules.mixed_batch import set_batch
+from ds_terapipe.pipeline.autotune import planner
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TURNS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
@@ -20,7 +21,7 @@ from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, te
 from ds_terapipe.schedule.numbered import Problem
 from ds_terapipe.schedule.search import search
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
-from tests.pipeline.training import build_engine, raised, train
+from tests.pipeline.training import SGD, build_engine, raised, train, train_plain
 from tests.plan.costs import ExampleCost
 from tests.spawn import launched
 
@@ -34,20 +35,15 @@ ORDER = (
     "1F0.0 1F0.1 1F1.0 1B0.1 1W0.1 1B0.0 1F1.1 1B1.1 1W0.0 1B1.0 1W1.0",
 )
 LIVE = (4, 3)  # of no named schedule
+TWICE = {"interleaved": ((2.0, 1.0, 1.0, 2.0), 0.0), "v": ((1.0, 2.0, 1.0, 2.0), 5e-5)}  # a search pays: stages, attention
 
 
 def auto(module: Any = None, **keys: Any) -> Any:
-    keys = {"slices": "auto", **keys}
     return build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, module=module)
 
 
 def plans(engine: Any) -> list[dict[str, Any]]:
-    state = engine._slicer.state()
-    return state["plans"] if state else []
-
-
-def memory(engine: Any) -> Any:
-    return engine._slicer._planner.limit.model.stages
+    return engine._slicer.state()["plans"]
 
 
 def same_numbers(path: str) -> dict[str, Any]:
@@ -71,7 +67,7 @@ def same_numbers(path: str) -> dict[str, Any]:
     again.destroy()
     return {
         "again": [plan["seq_length"] for plan in plans(again)],
-        "memory": memory(engine),
+        "memory": engine._slicer._planner.limit.model.stages,
         "losses": (wanted.losses, found.losses),
         "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
         "after": after,
@@ -102,6 +98,7 @@ def given(folder: str) -> dict[str, Any]:
         if known_by == "plan_path":
             engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
         engine.destroy()
+    found["other"] = raised(lambda: auto(stages_per_place=2, plan_path=f"{folder}/folded.json"))
     return found
 
 
@@ -122,12 +119,32 @@ def odd_steps() -> dict[str, Any]:
     run(steps_of(MEASURING, MICRO_BATCHES)[1:])
     run(steps_of(1, MICRO_BATCHES, length=SEQUENCE - 8))
     run(steps_of(1 + ROUNDS * 3, MICRO_BATCHES, length=SEQUENCE + 8))  # in four slices, two and one
-    random_used = not torch.equal(random, torch.get_rng_state())
+    drew = not torch.equal(random, torch.get_rng_state())
     set_batch(engine, 2 * BATCH * MICRO_BATCHES, 2 * BATCH)
     for step in steps_of(MEASURING, MICRO_BATCHES, batch=2 * BATCH):
         run([step])
     engine.destroy()
-    return {"lengths": lengths, "random_used": random_used, "plan": plans(engine), "memory": memory(engine)}
+    return {"lengths": lengths, "drew": drew, "plan": plans(engine), "memory": engine._slicer._planner.limit.model.stages}
+
+
+def several(folder: str) -> dict[str, Any]:
+    """Measure two stages on a place, plan by other times, for which a searched order is the best, and resume."""
+    steps, found, measure = steps_of(MEASURING + 2, MICRO_BATCHES), dict[str, Any](), planner.measured_cost
+    wanted = train_plain(gpt(), masked_loss, steps, lambda given: torch.optim.SGD(given, **SGD["params"])).losses
+    for placement, (factors, attention) in TWICE.items():
+        cost, losses, made = ExampleCost(factors, 1e-3, 5e-4, attention, 1e-3, 0.0, BATCH), list[float](), list[Any]()
+        vars(cost).update(min_length=8, max_slice=SEQUENCE, max_length=SEQUENCE, overhead_s=0.0, layers=None)
+        with mock.patch.object(planner, "measured_cost", lambda *given, cost=cost: measure(*given) and cost):
+            for part in (steps[:-1], steps[-1:]):
+                engine = auto(stages_per_place=2, placement=placement)
+                if made:
+                    engine.load_checkpoint(folder, tag=placement)
+                losses += train(engine, part).losses
+                made += [*plans(engine), {*engine.slices_run}]
+                engine.save_checkpoint(folder, tag=placement)
+                engine.destroy()
+        found[placement] = losses, wanted, made
+    return found
 
 
 CANNOT: list[tuple[dict[str, Any], int, str]] = [
@@ -139,6 +156,7 @@ CANNOT: list[tuple[dict[str, Any], int, str]] = [
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {"numbers": same_numbers(f"{folder}/costs.json"), "odd": odd_steps(), "given": given(folder)}
+    found["several"] = several(folder)
     found["told"] = [
         raised(lambda keys=keys, steps=steps: train(auto(**keys), steps_of(steps, MICRO_BATCHES))) for keys, steps, _ in CANNOT
     ]
@@ -157,7 +175,7 @@ def test_a_run_with_trials_has_the_losses_and_weights_of_one_without(results):
 def test_trials_use_no_random_number_and_evaluation_and_other_shapes_are_no_trouble(results):
     """Lengths are planned from what is known, or measured; micro-batches of another size are measured again."""
     first, second = (result["odd"] for result in results)
-    assert not first["random_used"] and not second["random_used"] and first["plan"] == second["plan"]
+    assert not first["drew"] and not second["drew"] and first["plan"] == second["plan"]
     lengths = [SEQUENCE, SEQUENCE - 8, SEQUENCE + 8]
     assert first["lengths"] == [lengths[:1], lengths[:2], lengths, *[[]] * (MEASURING - 1), lengths[:1]]
     for one, two in zip(results[0]["numbers"]["memory"], first["memory"], strict=True):
@@ -194,6 +212,15 @@ def test_a_plan_that_is_given_is_what_runs(results, known_by):
         assert losses["plan_path"] == pytest.approx(losses["slices"], rel=1e-5)
         assert losses["folded"] == pytest.approx(losses["slices"], rel=1e-5)  # on two stages a place
         assert result["given"]["folded"][0][0] == [GIVEN] * MICRO_BATCHES
+        assert "stages on places 0, 1, 1, 0, must be for this run's stages on places 0, 1, 0, 1" in result["given"]["other"]
+
+
+@pytest.mark.parametrize(("placement", "last"), [("interleaved", [0, 1]), ("v", [1, 0])])
+def test_two_stages_on_a_place_are_planned_by_search_where_that_pays_and_resumed(results, placement, last):
+    (losses, wanted, (plan, ran, again, ran_again)), other = (result["several"][placement] for result in results)
+    assert losses == pytest.approx(wanted, rel=1e-5) == other[0] and other[2] == [plan, ran, again, ran_again]
+    assert plan["order"] == again["order"] and ran == ran_again == {tuple(plan["slices"])} == {(8, 8, 8)}
+    assert [stage.place for stage in Plan.from_dict(plan).placement.stages] == [0, 1, *last]
 
 
 def test_what_cannot_be_planned_is_one_line_on_every_rank(results):

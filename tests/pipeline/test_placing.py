@@ -115,11 +115,8 @@ def auto(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """A run that plans, and one that has the measurements; its measurements."""
     found: dict[str, Any] = {}
     costs = f"{folder}/costs.json"
-    for name, first, keys in (
-        ("measuring", 2, {"measurements_path": costs}),
-        ("measured", 2, {"measurements_path": costs, "memory_gb": 1.0}),
-    ):
-        engine = build_engine(frozen_until(first), masked_loss, token_pipeline={"slices": "auto", **keys})
+    for name, keys in (("measuring", {}), ("measured", {"memory_gb": 1.0})):
+        engine = build_engine(frozen_until(2), masked_loss, token_pipeline={"measurements_path": costs, **keys})
         train(engine, steps_of(14, 2))
         (found[name],) = engine._slicer.state()["plans"]
         engine.destroy()
@@ -181,7 +178,6 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
     assert all(map(same, before, held(engine)))
     assert engine.load_checkpoint(f"{folder}/fp32", tag="own", load_optimizer_states=False)[0] is not None
     assert all(map(same, before[1:], held(engine)[1:])) and not same(before[0], held(engine)[0])
-    errors.append(raised(partial(engine.set_slices, "auto")))
     for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
         errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
     return found, pairs, errors
@@ -210,8 +206,7 @@ def test_a_training_goes_on_in_any_placement_from_the_same_bits(spread):
 
 def test_states_of_other_shapes_and_what_cannot_be_placed_are_refused(spread):
     wanted = (
-        "exp_avg of shape [3], not [", '1 where slices are "auto"', "each of the 4 stages has one of the 3 layers",
-        "1 for a model on one place",
+        "exp_avg of shape [3], not [", "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
     )  # fmt: skip
     for _, _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):
@@ -225,16 +220,13 @@ def test_layers_of_a_divided_place_have_the_seeds_and_checkpoints_of_the_whole(s
         assert len({tuple(ours) for ours, _ in found.values()}) > 1  # the seeds do depend on the interval
 
 
-def test_auto_plans_for_several_stages_on_a_place(planned):
+def test_auto_measures_and_plans_for_several_stages_on_a_place(planned):
     for found in planned:
         for name in ("measuring", "measured"):
             plan = Plan.from_dict(found[name])
             assert plan.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
             assert plan.stages == 3 and len(plan.memory) == 2 and min(use.total for use in plan.memory) > 0
         assert "for 3 stages on 2 places, 2 micro-batches" in "\n".join(plan.lines())
-
-
-def test_measurements_know_the_stages_of_a_place(planned):
     cost = planned[0]["cost"]
     assert cost.placement == Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
     assert cost.layers is not None and [len(place) for place in cost.layers.stages] == [4, 4]

@@ -16,6 +16,7 @@ from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact
@@ -114,6 +115,13 @@ def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
     assert TIMES.seconds("1f1b", run.step([1024])) <= min(EQUAL.values()) * (1 + 1e-9)
     run.step([1024] * 4)  # another number of micro-batches is planned from what is known
     assert len(run.plans) == 2 and run.meter.begin.call_count == 1
+    # without weight gradients zero_bubble is 1f1b by another name, and so no rival and no runner-up
+    (alone, plan), (first, second, *_) = map(Plan.from_dict, run.plans), EQUAL
+    assert all(option.slices != alone.slices or option.step_s > alone.step_s for option in alone.losing)
+    for schedule, others in (("zero_bubble", [second]), ("terapipe", [first, second])):
+        planned = dataclasses.replace(plan, schedule=schedule, slices=first)
+        rivals = run.auto._planner.rivals(planned, [RecordedStep(cut, (), 1.0) for cut in (first, second)])
+        assert [rival.slices for rival in rivals] == others
 
 
 @pytest.mark.parametrize("lengths", [(1024, 512), (512, 1024)])

@@ -17,7 +17,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import placement_text
-from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.plan.costs import ExampleCost, compositions
@@ -79,10 +79,19 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
 
 
-@pytest.mark.parametrize("weights", [0.0, 2e-5])
-def test_waits_are_filled_where_there_are_weight_gradients(weights):
-    found = choose(ExampleCost([1.0] * 4, weights=weights), Request(512, 4, 2, weights_once=True))
-    assert (found.schedule == "zero_bubble") == (weights > 0)
+@pytest.mark.parametrize(
+    ("where", "factors", "micro_batches", "weights", "schedule"),
+    [
+        (None, [1.0] * 4, 2, 1e-2, "zero_bubble"),
+        (None, [1.0] * 4, 2, 0.0, "terapipe"),
+        (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
+        (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),
+    ],
+)
+def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, factors, micro_batches, weights, schedule):
+    cost, search_s = ExampleCost(factors, 1e-3, 1e-3, 1e-4, weights), float(where is not None)
+    plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=search_s))
+    assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
 
 
 def fits(request, schedule, lengths):
@@ -216,6 +225,8 @@ def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
     assert all("  1.00x  " in line for line in dataclasses.replace(plan, step_s=0.0).lines()[-10:])
     step, _, memory = plan.summary()
     assert "of 1.000 GB, activations " in memory and f"; {plan.losing[0].name} " in step and "unsliced " in step
+    equal = dataclasses.replace(plan, options=[Option(name, (512,), 2.0) for name in NAMES]).summary()[0]
+    assert f"; {NAMES[0]}, unsliced 2.000 s" in equal and equal.count("2.000 s") == 1
     assert {*itertools.product(NAMES, (1, 2, 4, 8, 16))} <= {(o.schedule, len(o.slices)) for o in plan.options}
 
 
@@ -241,8 +252,6 @@ def test_a_broken_plan_is_one_line_with_file_and_field(plan, tmp_path, change, s
 
 DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
 FACTORS = (3.0, 1.5, 2.0)
-
-
 OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 
 

@@ -56,13 +56,13 @@ class _Groups:
 
 
 def as_planned(settings: TokenPipelineConfig, watchdog: Watchdog) -> TokenPipelineConfig:
-    """Return the settings with the placement of the plan of ``plan_path``; collective.
+    """Return the settings with the placement of the plan of ``plan_path``, where they have none of their own; collective.
 
     Raises:
         ConfigError: on every rank, a plan that cannot be read.
     """
     path = settings.plan_path
-    if path is None:
+    if path is None or settings.stages_per_place > 1:
         return settings
     consensus = Consensus(watchdog)
 

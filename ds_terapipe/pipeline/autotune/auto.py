@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import named
 from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, check_plan, mismatch
-from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, SlicePlan
+from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan, named_schedule
 from ds_terapipe.pipeline.autotune.trials import SHORTEST, TRIALS, Steps, StepTime, Turn, measured_steps, planned_steps
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.result import Plan, compact
@@ -46,7 +46,7 @@ class AutoSlices:
         layers: Callable[[], LayerSeconds | None] = lambda: None,
     ) -> None:
         self._config, self._run, self._say = config, run, say
-        self._schedule = DEFAULT_SCHEDULE if config.schedule == AUTO else config.schedule
+        self._schedule = named_schedule(config)
         self._steps: dict[Shape, Steps] = {}
         self._turns: dict[Shape, Turn] = {}  # the next one of each
         self._shape: Shape | None = None  # of the step that was cut last, None if it was no turn

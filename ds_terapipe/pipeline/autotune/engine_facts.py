@@ -9,13 +9,13 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_terapipe.config import AUTO, INTERLEAVED, TokenPipelineConfig
+from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.slice_plan import DEFAULT_SCHEDULE, FixedSlices
+from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, named_schedule
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
@@ -40,8 +40,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
-        schedule = INTERLEAVED if ModelChunks(engine.module).is_placed else DEFAULT_SCHEDULE
-        return FixedSlices(slices, schedule if config.schedule == AUTO else config.schedule)
+        return FixedSlices(slices, named_schedule(config))
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
@@ -71,6 +70,8 @@ def _settings(engine: Any) -> TokenPipelineConfig:
     settings: TokenPipelineConfig = engine.token_pipeline
     if engine._controller.has_moved or len(engine._sequences) > 1:
         settings = settings.model_copy(update={"plan_path": None, "measurements_path": None})
+    if not ModelChunks(engine.module).is_placed:  # a place alone has one stage
+        settings = settings.model_copy(update={"stages_per_place": 1})
     return settings
 
 

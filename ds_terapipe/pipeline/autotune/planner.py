@@ -93,7 +93,9 @@ class Planner:
         for step in steps:
             if self.limit.fits(step.slices, planned.micro_batches):
                 seconds[step.slices] = min(step.seconds, seconds.get(step.slices, step.seconds))
-        seconds.pop(planned.slices if planned.schedule == self.schedule else (), None)
+        times, count = request.times(cost), len(planned.slices)
+        if times.grid(planned.runs, count) == times.grid(self.schedule, count):  # by another name perhaps
+            seconds.pop(planned.slices, None)
         most = NEAR * min(step.seconds for step in steps)
         near = sorted((slices for slices, taken in seconds.items() if taken <= most), key=seconds.__getitem__)
         found: list[Plan] = self.agree(lambda: [plan_of(cost, request, self.schedule, cut) for cut in near[:RIVALS]])

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ds_terapipe.config import AUTO, INTERLEAVED, TokenPipelineConfig
 from ds_terapipe.schedule import Schedule
 from ds_terapipe.tracing.chrome import Event
 
 DEFAULT_SCHEDULE = "1f1b"
+
+
+def named_schedule(config: TokenPipelineConfig) -> str:
+    """Return the schedule of given slices, and of trials: the configured one, or the default of the placement."""
+    if config.schedule != AUTO:
+        return config.schedule
+    return DEFAULT_SCHEDULE if config.stages_per_place == 1 else INTERLEAVED
 
 
 class SlicePlan(NamedTuple):

@@ -8,6 +8,7 @@ from pkgutil import iter_modules
 
 from ..actions import Action
 from ..placement import Placement, as_placement
+from . import rounds
 from .forward_only import FORWARD_ONLY
 from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
@@ -20,10 +21,12 @@ __all__ = [
     "INTERLEAVED",
     "NAMES",
     "ONE_FORWARD_ONE_BACKWARD",
+    "SCHEDULES",
     "TERAPIPE",
     "ZERO_BUBBLE",
     "Schedule",
     "forward_only",
+    "names_on",
     "order",
     "peak_live_units",
     "register",
@@ -34,7 +37,15 @@ for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 
 NAMES = trainable()
+"""Schedules for any placement."""
+
+SCHEDULES = (*NAMES, INTERLEAVED.name)
 """Schedules that a configuration may name."""
+
+
+def names_on(placement: Placement) -> tuple[str, ...]:
+    """Return the schedules to compare on a placement, of equal ones the preferred last: `NAMES`, and ``interleaved`` in turn."""
+    return (INTERLEAVED.name, *NAMES) if rounds.fits(placement) else NAMES
 
 
 def order(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:

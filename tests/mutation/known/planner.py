@@ -27,7 +27,7 @@ KNOWN = (
     Known("a plan's slices are made equal", _AUTO, _BEGIN, "        cut = turn.slices\n"
           "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n", _CUTTING +
           "'planned_is_what_runs and measurements'"),
-    Known("a plan's schedule is not used", _AUTO, _BEGIN, "        return turn.slices._replace(schedule=DEFAULT_SCHEDULE)\n",
+    Known("a plan's schedule is not used", _AUTO, _BEGIN, "        return turn.slices._replace(schedule=self._schedule)\n",
           _CUTTING + "'planned_is_what_runs and plan]'"),
     Known("the engine cuts equally", "pipeline.batch", "slice_lengths(length, slices, self",
           "slice_lengths(length, slices if isinstance(slices, int) else len(slices), self",
@@ -38,6 +38,10 @@ KNOWN = (
           _CUTTING + "'planned_is_what_runs and plan]'"),
     Known("a checkpoint's plan is not used", _AUTO, "                self._adopt(plan)\n                self._say(",
           "                self._say(", _CUTTING + "'planned_is_what_runs and checkpoint'"),
+    Known("no order is searched on places of several stages without weight gradients", "plan.improve",
+          "    if times.placement.is_plain:", "    if True:", "tests/plan/test_choose.py -k placement_and_its"),
+    Known("an order by another name is a rival", _PLANNER,
+          "times.grid(planned.runs, count) == times.grid(self.schedule, count)", "False", _CUTTING + "best_of_them"),
     Known("measurements of this run are not used", _PLANNER, _FOUND, "            return None\n",
           _CUTTING + "used_again_in_the_same_run"),
     Known("measurements of another run are used", _PLANNER, _FOUND, "            return cost\n",
