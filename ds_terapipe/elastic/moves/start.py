@@ -98,9 +98,9 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         ConfigError: on every rank; nothing has been changed.
     """
     model, stages_per_place = arguments["model"], settings.stages_per_place
+    _check(model, stages_per_place)  # the same on all ranks: none may close a group that others still make
     consensus = Consensus(watchdog)
     try:
-        _check(model, stages_per_place)
         places = places_of(model.num_stages, settings)
         parts = parts_for(model, len(places), consensus)
         refuse_split(shared_weights(model, consensus), parts, KEY, places=places)
