@@ -12,6 +12,11 @@ KNOWN = (
           "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
           "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
           '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n', f"{_LIVE} -k live_layers"),
+    Known("stages of a place stay one on each in another shape", "elastic.moves.start",
+          "return places_of(places, engine.token_pipeline, len(ModelChunks(engine.module).specs))",
+          "return tuple(range(places))", "tests/elastic/test_elastic_decisions.py -k back"),
+    Known("a module keeps the places of its shape before", "elastic.moves.layers", "            vars(module).pop(name, None)\n",
+          "            pass\n", "tests/elastic/test_elastic_bits.py -k always"),
     Known("frozen weights decay", "pipeline.training", "        engine._exec_optimizer_step()\n",
           "        engine._exec_optimizer_step()\n" "        group = engine.basic_optimizer.param_groups[0]\n"
           "        for parameter in (p for p in engine.module.parameters() if not p.requires_grad):\n"
