@@ -54,11 +54,6 @@ def test_entries_without_parameters_do_not_count() -> None:
     assert norms.at_interval(1, 3, [0, 0, 0, 0, 9, 1, 0]) == 5
 
 
-def test_a_schedule_holds_from_its_steps_on_whatever_the_interval_is() -> None:
-    frozen = freezer(6, interval=7, policy="schedule", frozen_layers=[[10, 2], [20, 4]])
-    assert decided(frozen, range(25)) == [0] * 10 + [2] * 10 + [4] * 5
-
-
 THIRDS = [4, 7, 9, 10, 11, 11, 12]  # of twelve layers after 1 to 7 intervals, as the paper's code has them
 
 

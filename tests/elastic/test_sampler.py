@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,18 +69,20 @@ def make(samples: int, shape: Shape, consumed: int = 0, **more: Any) -> list[Ela
 
 @given(st.integers(1, 40), st.booleans(), st.integers(0, 9), RUNS)
 def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, shuffle, seed, runs):
-    """So every sample comes exactly once per epoch. A shape is that of the live samplers, or of new ones: a resumed run."""
+    """So every sample comes exactly once per epoch. A shape is that of a live loader, or of new samplers: a resumed run."""
     order, consumed, seen = SampleOrder(samples, shuffle, seed), 0, Counter[int]()
-    live = make(samples, runs[0][0], shuffle=shuffle, seed=seed)[0]
+    state, live = torch.get_rng_state(), ElasticLoader(Numbers(samples), make(samples, (12, 1), shuffle=shuffle, seed=seed)[0])
+    same = iter(live)
     for (micro, replicas), steps in runs:
         resumed = make(samples, (micro, replicas), consumed, shuffle=shuffle, seed=seed)
-        live.reshape(micro, replicas, 0, consumed)
-        iterators = [iter(live), *map(iter, resumed[1:])]
+        live.reshape(micro, replicas, replicas - 1, consumed)
+        iterators = [*map(iter, resumed[:-1]), same]
         for _ in range(steps):
             found = [sample for each in iterators for sample in taken(each, BATCH // micro // replicas)]
             assert found == order.between(consumed, consumed + BATCH)
             consumed += BATCH
             seen.update(found)
+    assert same is live and torch.equal(torch.get_rng_state(), state)  # draws nothing from the global one
     epochs, more = divmod(consumed, samples)
     assert {seen[sample] - epochs for sample in range(samples)} <= ({0, 1} if more else {0})
 
@@ -123,19 +125,6 @@ class Augmented(Numbers):
 def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, dataset: Any = Numbers, **more: Any) -> Any:
     sampler = ElasticBatchSampler(30, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
     return ElasticLoader(dataset(30), sampler, num_workers=workers)
-
-
-@given(RUNS, st.booleans())
-def test_a_loader_goes_on_where_it_was_in_any_sequence_of_shapes(runs: Sequence[Any], shuffle: bool) -> None:
-    state, loader, order = torch.get_rng_state(), loader_of((12, 1), 0, shuffle=shuffle), SampleOrder(30, shuffle, 1234)
-    same, consumed = iter(loader), 0
-    for (micro, replicas), steps in runs:
-        loader.reshape(micro, replicas, replicas - 1, consumed)
-        for _ in range(steps):
-            consumed += BATCH
-            found = taken(same, BATCH // micro // replicas)
-            assert found == order.between(consumed - BATCH // replicas, consumed)
-    assert same is loader and torch.equal(torch.get_rng_state(), state)  # draws nothing from the global one
 
 
 def test_a_reshape_ends_workers_and_drops_what_they_have_read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.ops.adam import FusedAdam
@@ -28,7 +28,7 @@ from tests.pipeline.models import (
     micro_batch,
     tied_gpt,
 )
-from tests.pipeline.training import allow_fp16, build_engine
+from tests.pipeline.training import Trace, allow_fp16, build_engine, train_module
 
 Steps = tuple[tuple[int, int], ...]
 
@@ -191,13 +191,6 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Reference(NamedTuple):
-    """A training in one process: loss of each step, weights at the end."""
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-
-
 def prefixes(specs: Sequence[Any], frozen: int) -> tuple[str, ...]:
     """Prefixes of the parameter names of the first ``frozen`` entries."""
     return tuple(
@@ -207,35 +200,28 @@ def prefixes(specs: Sequence[Any], frozen: int) -> tuple[str, ...]:
 
 
 @cache
-def reference(case: Case) -> Reference:
+def reference(case: Case) -> Trace:
     """The batches of `data_of` in one process, with the same parameters frozen."""
     return reference_on(case, data_of(case))
 
 
 def reference_on(
-    case: Case, steps: Sequence[Sequence[Any]], after_step: Callable[[int, nn.Module], None] | None = None
-) -> Reference:
+    case: Case, steps: Sequence[Sequence[Any]], after_step: Callable[[int, nn.Module], None] = lambda number, model: None
+) -> Trace:
     """Train `reference` on other batches; ``after_step`` gets the step's number and the model."""
     specs, loss_fn = MODELS[case.model][0](), MODELS[case.model][1]
-    model, losses = Plain(specs), []
+    model = Plain(specs)
     optimizer = OPTIMIZERS[case.optimizer][1](list(model.parameters()))
-    for number, step in enumerate(steps):
+
+    def freeze(number: int) -> None:
         for name, parameter in model.named_parameters():
             if name.startswith(prefixes(specs, case.frozen(number))):
                 parameter.requires_grad_(False)
-        optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for inputs, labels in step:
-            loss = loss_fn(model(inputs), labels) / len(step)
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        nn.utils.clip_grad_norm_(trained, case.clip)
-        optimizer.step()
-        if after_step is not None:
-            after_step(number, model)
-    return Reference(losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+
+    def part_of_loss(inputs: Any, labels: Any, step: Sequence[Any]) -> Tensor:
+        return loss_fn(model(inputs), labels) / len(step)
+
+    return train_module(model, optimizer, steps, part_of_loss, case.clip, freeze, lambda number: after_step(number, model))
 
 
 def engine_of(case: Case, **more: Any) -> Any:

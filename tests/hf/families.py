@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_terapipe import hf
 from ds_terapipe.hf.record import names_of
-from tests.pipeline.training import Trace, build_engine, train, worst
+from tests.pipeline.training import Trace, build_engine, train, train_module, worst
 
 LENGTH, BATCH, VOCABULARY, WINDOW, ORIGINAL = 24, 2, 61, 5, 16
 _SIZES = {
@@ -121,22 +121,14 @@ def train_alone(
     before_step: Callable[[int], Any] = lambda number: None,
 ) -> Trace:
     """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
-    trace, stepper = Trace(), optimizer(model.train().parameters())
-    for number, step in enumerate(steps):
-        before_step(number)
-        stepper.zero_grad()
-        count = sum(int((one["labels"][:, 1:] != -100).sum()) for one in step)
-        total = 0.0
-        for features in step:
-            more = {"num_items_in_batch": torch.tensor(count)} if mean_over_step else {}
-            loss = model(**features, use_cache=False, **more).loss / (1 if mean_over_step else len(step))
-            loss.backward()
-            total += loss.item()
-        trace.losses.append(total)
-        trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
-        stepper.step()
-    trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return trace
+
+    def part_of_loss(features: dict[str, Tensor], step: Sequence[Any]) -> Tensor:
+        count = sum((one["labels"][:, 1:] != -100).sum() for (one,) in step)
+        more = {"num_items_in_batch": count} if mean_over_step else {}
+        return model(**features, use_cache=False, **more).loss / (1 if mean_over_step else len(step))
+
+    each = [[(one,) for one in step] for step in steps]
+    return train_module(model, optimizer(model.train().parameters()), each, part_of_loss, before_step=before_step)
 
 
 def train_in_pipeline(

@@ -128,14 +128,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD)
-def test_wrong_values_name_their_key(change: dict[str, Any], message: str) -> None:
-    params = {key: value for key, value in {**PARAMS, **change}.items() if value is not GONE}
-    with pytest.raises(ConfigError) as caught:
-        validate("LambWarmup", params, {"train_batch_size": 64})
-    assert f"scheduler.params{message}" in str(caught.value) and "\n" not in str(caught.value)
-
-
 SMALL: list[dict[str, Any]] = [
     {"steps": 4, "batch_size": 8, "seq_length": 16, "lr": 0.8, "warmup_steps": 2},
     {"steps": 5, "batch_size": 4, "seq_length": 32, "lr": 0.4, "warmup_ratio": 0.4, "end_lr": 0.1, "micro_batch_size": 1},
@@ -180,21 +172,25 @@ def test_resumed_anywhere_and_with_a_warning_in_other_phases(caplog: pytest.LogC
     assert "other phases" in caplog.text
 
 
+BAD_PHASES: list[tuple[dict[str, Any], str]] = [
+    ({}, ".phases: missing, must be there, use e.g. "),
+    ({"phases": []}, ".phases: got [], must be a list of one or more phases, use e.g. [{"),
+    ({"phases": [{"steps": 4, "seq_length": 16, "lr": 1e-3}]}, "must be there beside steps, seq_length, lr"),
+    ({"phases": changed(1, step=3)}, ".phases[1].step: unknown key"),
+    ({"phases": changed(0, warmup_steps=5)}, ".phases[0].warmup_steps: got 5, must be at most the phase's"),
+    ({"phases": changed(1, warmup_ratio=1.1)}, "[1].warmup_ratio: got 1.1, must be a number of at least 0 and at most 1"),
+    ({"phases": changed(1, batch_size=0)}, ".phases[1].batch_size: got 0, must be a whole number of at least 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({}, ".phases: missing, must be there, use e.g. "),
-        ({"phases": []}, ".phases: got [], must be a list of one or more phases, use e.g. [{"),
-        ({"phases": [{"steps": 4, "seq_length": 16, "lr": 1e-3}]}, "must be there beside steps, seq_length, lr"),
-        ({"phases": changed(1, step=3)}, ".phases[1].step: unknown key"),
-        ({"phases": changed(0, warmup_steps=5)}, ".phases[0].warmup_steps: got 5, must be at most the phase's"),
-        ({"phases": changed(1, warmup_ratio=1.1)}, "[1].warmup_ratio: got 1.1, must be a number of at least 0 and at most 1"),
-        ({"phases": changed(1, batch_size=0)}, ".phases[1].batch_size: got 0, must be a whole number of at least 1"),
-    ],
-)  # fmt: skip
-def test_wrong_values_name_phase_and_key(params: dict[str, Any], message: str) -> None:
+    ("kind", "params", "message"),
+    [*(("LambWarmup", {**PARAMS, **change}, said) for change, said in BAD), *(("MixedBatch", *row) for row in BAD_PHASES)],
+)
+def test_wrong_values_name_phase_and_key(kind: str, params: dict[str, Any], message: str) -> None:
+    given = {key: value for key, value in params.items() if value is not GONE}
     with pytest.raises(ConfigError) as caught:
-        validate("MixedBatch", params, {})
+        validate(kind, given, {"train_batch_size": 64} if kind == "LambWarmup" else {})
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("scheduler.params")
 

@@ -43,20 +43,36 @@ def train_plain(
     start: torch.dtype = torch.float32,
 ) -> Trace:
     """Train in this process in ``dtype``, from weights rounded to ``start``; a step is the mean over its micro-batches."""
-    model, trace = Plain(specs).to(start).to(dtype), Trace()
+    model = Plain(specs).to(start).to(dtype)
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
-    for batches in steps:
-        stepper.zero_grad()
+    return train_module(model, stepper, steps, lambda x, y, step: loss_fn(model(x), _cast(y, dtype)) / len(step), clip)
+
+
+def train_module(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[Sequence[Any]],
+    part_of_loss: Callable[..., Tensor],
+    clip: float = 0.0,
+    before_step: Callable[[int], Any] = lambda number: None,
+    after_step: Callable[[int], Any] = lambda number: None,
+) -> Trace:
+    """Train a module in this process; a step's loss is the sum of ``part_of_loss(*micro-batch, step)``."""
+    trace = Trace()
+    for number, step in enumerate(steps):
+        before_step(number)
+        optimizer.zero_grad()
         total = 0.0
-        for inputs, labels in batches:
-            loss = loss_fn(model(inputs), _cast(labels, dtype)) / len(batches)
+        for micro_batch in step:
+            loss = part_of_loss(*micro_batch, step)
             loss.backward()
             total += loss.item()
         trace.losses.append(total)
         trace.gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         parameters = [p for p in model.parameters() if p.grad is not None]
         trace.norms.append(float(nn.utils.clip_grad_norm_(parameters, clip or float("inf"))))
-        stepper.step()
+        optimizer.step()
+        after_step(number)
     trace.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return trace
 

@@ -80,6 +80,11 @@ BROKEN = [
     (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
      r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
     (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
+    (lambda d: d.update(layers=[]), "layers: got"),
+    (lambda d: d.update(layers={"stages": [[1.0], [1.0, 2.0]]}), "layers.ends: "),
+    (lambda d: d.update(layers={"stages": [[1.0], [-1.0]], "ends": [0, 0]}), "layers.stages"),
+    # the last stage has no layer but the end
+    (lambda d: d.update(layers={"stages": [[1.0, 1.0], [1.0]], "ends": [0, 1]}), "layers.ends: "),
     (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
 ]  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.layers import WORTH, LayerSeconds
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import even_layers, gain, partition, read_layers
@@ -68,15 +66,6 @@ def test_even_cuts_have_the_least_squares_for_each_number(times, most):
             assert len(own) == count and sum(t * t for t in own) == pytest.approx(min(finite), rel=1e-9)
 
 
-def test_times_are_those_of_the_slowest_stage():
-    cost = ExampleCost([1.0, 1.0, 3.0, 2.0])
-    times = slice_times(cost, 4, Cuts.of(100, granularity=8, min_length=16))
-    assert times.shape == (12, 12)  # quanta of 8, the last one with the 4 tokens that remain
-    assert times[0, 1] == pytest.approx(cost.forward(2, 16, 0) + cost.backward(2, 16, 0))
-    assert times[3, 8] == pytest.approx(3 * cost.forward(2, 76, 24))
-    assert np.isinf(times[0, 0]) and np.isinf(times[3, 9])
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 40))
 def test_lengths_keep_the_rules(total, granularity, least):
@@ -85,18 +74,6 @@ def test_lengths_keep_the_rules(total, granularity, least):
     lengths = cuts.lengths(best_cut(slice_times(ExampleCost([1.0]), 1, cuts), 20.0).counts)
     assert sum(lengths) == total and min(lengths) >= least
     assert all(length % granularity == 0 for length in lengths[:-1])
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: Cuts.of(100, granularity=0), "granularity: got 0, must be a positive number of tokens"),
-        (lambda: Cuts.of(100, min_length=101), "length: got 100, must be at least the shortest slice, 101 tokens"),
-    ],
-)
-def test_rules_that_cannot_be_kept_are_errors(make, says):
-    with pytest.raises(ConfigError, match=says):
-        make()
 
 
 def sums(costs, bounds):
@@ -151,19 +128,3 @@ def test_other_stages_are_advised_by_the_times_of_layers(stages, ends, says):
 @pytest.mark.parametrize(("gain", "says"), [(0.99 * WORTH, False), (1.01 * WORTH, True)])
 def test_a_line_is_worth_a_gain_of_more_than_three_per_cent(gain, says):
     assert bool(LayerSeconds(((1 - gain, gain), (0.1,))).advice()) is says
-
-
-@pytest.mark.parametrize(
-    ("data", "field"),
-    [
-        ([], "layers"),
-        ({"stages": [[1.0], [1.0, 2.0]]}, "layers.ends"),
-        ({"stages": [[1.0], [-1.0]], "ends": [0, 0]}, "layers.stages"),
-        ({"stages": [[1.0, 1.0], [1.0]], "ends": [0, 1]}, "layers.ends"),  # the last stage has no layer but the end
-    ],
-)
-def test_what_a_file_has_wrong_in_layers_is_one_line(tmp_path, data, field):
-    path, stages = tmp_path / "costs.json", [StageCost([Sample(8, 0, 1.0, 2.0)])] * 2
-    path.write_text(json.dumps({**MeasuredCost(stages, [[(8, 0.0)]]).to_dict(), "layers": data}))
-    with pytest.raises(ConfigError, match=rf"^.*costs\.json: {field}: [^\n]*$"):
-        MeasuredCost.load(path)

@@ -11,10 +11,8 @@ from ds_terapipe.schedule import (
     Action,
     Group,
     Op,
-    PlacedStage,
     Placement,
     Unit,
-    as_placement,
     covered_slices,
     forward_only,
     order,
@@ -48,14 +46,6 @@ def test_only_the_exact_text_parses(text):
         assert str(Action.from_text(text)) == text
     except ValueError:
         return
-
-
-def test_a_plain_placement_is_a_stage_on_each_place():
-    plain = Placement.plain(3, [0, 2, 3, 7])
-    assert plain.stages == (PlacedStage(0, 0, 2), PlacedStage(1, 2, 3), PlacedStage(2, 3, 7))
-    assert plain.is_plain and (plain.places, plain.first_place, plain.last_place) == (3, 0, 2)
-    assert as_placement(plain) is plain and as_placement(3) == Placement.plain(3)
-    assert not Placement.of([1, 0]).is_plain and not Placement.of([0, 0]).is_plain
 
 
 def test_what_is_no_placement():
