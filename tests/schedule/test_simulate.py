@@ -92,13 +92,6 @@ def test_the_parts_of_the_bubble_name_their_cause():
     assert [tuple(stage[:4]) for stage in slow_link.places] == [(4, 4, 0, 2)] * 3  # 4 hops on the way there and back
 
 
-@pytest.mark.parametrize(("name", "slices", "live"), [("1f1b", 4, 2.75), ("terapipe", 4, 32), ("1f1b", 1, 8)])
-def test_live_sequences_on_the_first_of_eight_stages(name, slices, live):
-    grid, tokens = order(name, 8, [slices] * 32), lambda action: 2048 // slices
-    result = simulate(grid, lambda action: 1.0, tokens=tokens, held=lambda action: 10.0 * tokens(action))
-    assert result.places[0][4:] == (live * slices, live * 2048, 10 * live * 2048)
-
-
 def test_what_a_forward_only_stage_holds_is_not_live():
     placement, each = Placement.of([0, 0, 1], forward_only=1), lambda action: 10**action.stage
     grid = order("1f1b", placement, [2, 2])
