@@ -102,7 +102,7 @@ def refuse_split(
     if found is None:
         return
     entries = _and("the loss" if entry == parts[-1] else entry for entry in found.entries)
-    word = "stages" if places is None else "places"
+    word = "stages" if places is None or list(places) == list(range(len(places))) else "places"
     stages = _and(sorted(set(_places(found, parts, places))))
     names = [f'"{name}"' for name in found.names[:_SHOWN]] + ["..."] * (len(found.names) > _SHOWN)
     raise ConfigError(
