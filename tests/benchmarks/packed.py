@@ -1,17 +1,14 @@
 """Packed documents by their boundaries against a mask of tokens by tokens, in four slices on two stages.
 
-``python -m tests.benchmarks.packed`` trains the same documents both ways and prints both times, and the largest tensor of each.
+``python -m tests.benchmarks.packed`` trains the same documents both ways and prints both times.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.benchmarks import measure, models
 from tests.benchmarks.token_pipeline import LEARNING_RATE, token_slices
@@ -50,18 +47,6 @@ class MaskedHead(models.Head):
         return super().forward(inputs[0])
 
 
-class Largest(TorchDispatchMode):
-    """Notes the largest number of elements of any result."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = (t.untyped_storage().nbytes() // t.element_size() for t in tree_leaves(out) if isinstance(t, Tensor))
-        Largest.elements = max(Largest.elements, *sizes, 0)
-        return out
-
-
 def prepare(way: str, documents: tuple[int, ...], shape: models.Shape) -> Callable[[], float | None]:
     """Steps of one way."""
     import deepspeed
@@ -87,27 +72,18 @@ def prepare(way: str, documents: tuple[int, ...], shape: models.Shape) -> Callab
     return lambda: float(engine.train_batch(iter([(inputs, labels)])))
 
 
-def run(settings: measure.Settings, documents: tuple[int, ...], shape: models.Shape, steps: int) -> Any:
-    """Both ways in one run, and the largest tensors."""
+def run(settings: measure.Settings, documents: tuple[int, ...], shape: models.Shape, steps: int) -> measure.Result:
+    """Both ways in one run."""
     columns = [measure.Column(way, partial(prepare, way, documents, shape)) for way in WAYS]
-    result = measure.side_by_side(columns, settings, steps)
-    largest = []
-    for column in columns:
-        step, Largest.elements = column.prepare(), 0
-        with Largest():
-            step()
-        largest.append(Largest.elements)
-    return result, largest
+    return measure.side_by_side(columns, settings, steps)
 
 
 def main() -> None:
     options = measure.parser("packed", __doc__, rounds=3).parse_args()
     documents = QUICK if options.quick else DOCUMENTS
     shape = models.QUICK if options.quick else SHAPE
-    result, largest = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1)
-    table = result.table(f"documents of {documents} tokens", WAYS[0])
-    lines = [*table, f"largest tensors: {largest[0]:,} and {largest[1]:,} of {sum(documents) ** 2:,} in [S, S]"]
-    measure.Report(options).add("packed", result, lines)
+    result = measure.on_ranks(run, measure.settings_of(options), documents, shape, 1)
+    measure.Report(options).add("packed", result, result.table(f"documents of {documents} tokens", WAYS[0]))
 
 
 if __name__ == "__main__":
