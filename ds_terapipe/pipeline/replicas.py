@@ -56,7 +56,7 @@ class ReplicaGradients(Observer):
         self._order: list[int] = []  # stages whose all-reduces have not begun
         self._ended: set[int] = set()
         self._begun: dict[int, _Begun] = {}  # by the gradient's address
-        self._connected: Any = None  # the group over which this rank has reduced
+        self._connected = False  # whether this rank has reduced over the replicas' group
 
     def expect(self, row: Sequence[Action]) -> None:
         """Set the actions of the step that begins."""
@@ -108,13 +108,12 @@ class ReplicaGradients(Observer):
         for gradient, message, _ in begun:
             if message is not gradient:
                 gradient.copy_(message)
-        self._connected = dp_group
+        self._connected = True
 
     def _can_begin(self) -> bool:
         engine = self._engine
-        group = engine.mpu.get_data_parallel_group()
         # the first collective of a group connects its ranks, which can wait for messages of the pipeline
-        if self._connected is not group or dist.get_world_size(group) == 1:
+        if not (self._connected and engine.is_data_parallel):
             return False
         partitioned = isinstance(engine.optimizer, ZeROOptimizer) and not isinstance(engine.optimizer, BF16_Optimizer)
         return engine.pipeline_enable_backward_allreduce and not partitioned and not engine.has_moe_layers
@@ -143,7 +142,7 @@ class ReplicaGradients(Observer):
         }
 
     def _begin(self, gradients: Iterable[Tensor]) -> None:
-        engine, group = self._engine, self._connected
+        engine, group = self._engine, self._engine.mpu.get_data_parallel_group()
         whole = [gradient.detach() for gradient in gradients if not gradient.is_sparse and gradient.is_contiguous()]
         before, _ = _factors(engine, dist.get_world_size(group))
         for each in _begin(whole, before, group, engine.communication_data_type):

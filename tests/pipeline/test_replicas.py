@@ -65,7 +65,7 @@ def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:
 
     with mock.patch.object(dist, "all_reduce", noted), mock.patch("torch.distributed.distributed_c10d.all_reduce", noted):
         if isinstance(engine, Ours):  # has begun with a part of a flat gradient
-            engine._replicas._connected = dist.group.WORLD
+            engine.mpu = SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD)
             engine._replicas._begin([mine[1][1]])
         engine.allreduce_no_retain(mine, dist.group.WORLD, numel_per_bucket=10**9, dp_world_size=2)
     return mine, sent, engine.flattened

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 from ..actions import Action
 from ..placement import Placement, as_placement
 from . import rounds
-from .forward_only import FORWARD_ONLY
+from .forwards import FORWARD_ONLY
 from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from .registry import Schedule, register, schedule_named, trainable
