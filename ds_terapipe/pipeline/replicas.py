@@ -99,10 +99,11 @@ class ReplicaGradients(Observer):
                 alone = each.numel() >= _ALONE and each.dtype == engine.communication_data_type
                 (large if alone and each.is_contiguous() else small).append(each)
         begun += _begin(large, before, dp_group, engine.communication_data_type)
-        if small:
-            reduce(small, dp_group, *args, **kwargs)
+        # a collective that is waited for at once runs on the current stream, which must follow those on NCCL's own
         for one in begun:
             one.work.wait()
+        if small:
+            reduce(small, dp_group, *args, **kwargs)
         if begun and after != 1.0:
             torch._foreach_mul_([one.message for one in begun], after)
         for gradient, message, _ in begun:
