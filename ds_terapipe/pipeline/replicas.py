@@ -60,8 +60,9 @@ class ReplicaGradients(Observer):
 
     def expect(self, row: Sequence[Action]) -> None:
         """Set the actions of the step that begins."""
-        makes = (Op.BACKWARD, Op.WEIGHT_GRADIENTS)
-        last = {action.stage: action for action in row if action.op in makes}
+        backward = {action.stage for action in row if action.op is Op.BACKWARD}
+        # messages too: on one hardware queue a reduction would hold up those behind it
+        last = {action.stage: action for action in row if action.stage in backward}
         self._begun.clear()
         self._ended.clear()
         # rows of replicas can differ where their sequences do, and all-reduces must not

@@ -18,7 +18,7 @@ from ds_terapipe.pipeline.autotune.trials import ROUNDS
 from ds_terapipe.pipeline.recording import layer_times
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.plan.costs.cost import MeasuredCost
-from ds_terapipe.schedule import Op, Placement
+from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, read
 from ds_terapipe.tracing.summary import summarise
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
@@ -143,7 +143,7 @@ def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(ranks: list[Any]
 def replicas_worker(rank: int, world_size: int, folder: str) -> Any:
     """The third step's events on two replicas of two places with two stages each."""
     replicas._ALONE = 1
-    keys = {"slices": 3, "stages_per_place": 2, "trace_path": f"{folder}/trace.json"}
+    keys = {"slices": 3, "stages_per_place": 2, "weight_gradients": "slice", "trace_path": f"{folder}/trace.json"}
     engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
     for step in steps_of(3, MICRO_BATCHES):
         engine.train_batch(iter(step))
@@ -156,13 +156,12 @@ four_ranks = launched(replicas_worker, 4, folder=True)
 
 
 def test_gradients_are_reduced_from_the_last_action_of_their_stage_on(four_ranks: list[Any]) -> None:
-    makes = (Op.BACKWARD, Op.WEIGHT_GRADIENTS)
     for rank in range(4):
         mine = [event for event in four_ranks[0] if event.rank == rank]
         names, place = [event.name for event in mine], rank // 2
         for stage in (place, place + 2):
             made = [n for n, event in enumerate(mine) if event.action and event.action.stage == stage]
-            last = max(n for n in made if mine[n].kind in makes)
+            last = made[-1]  # of all but the first stage, the message back
             assert names[last + 1] == f"reduce stage {stage}: begin"
             assert names.index("tied gradients") > last + 1, "which wait for the first stage"
         assert any(event.action for event in mine[names.index(f"reduce stage {place + 2}: begin") :]), "beside other actions"
