@@ -399,7 +399,8 @@ def _share_gloo_thread() -> None:
     """Let all groups of gloo have one thread that looks after their messages: each group's own wakes up 100 times a second."""
     from torch.distributed import ProcessGroupGloo as Gloo
 
-    init, shared = Gloo.__init__, Gloo.create_default_device()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")  # of a host in tests/benchmarks/two_hosts.py
+    init, shared = Gloo.__init__, Gloo.create_device(interface=interface) if interface else Gloo.create_default_device()
 
     def with_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = Gloo._Options()
