@@ -13,7 +13,7 @@ from tests.benchmarks.measure import Lines, WrongResult
 ROOT, RESULTS = Path(__file__).parents[2], Path(__file__).parent / "results"
 
 
-@pytest.mark.parametrize("name", ["token_pipeline", "emulation", "llama", "elastic", "lamb"])
+@pytest.mark.parametrize("name", ["token_pipeline", "two_hosts", "emulation", "llama", "elastic", "lamb"])
 def test_tables_of_the_docs_have_the_results_and_their_ratios(name: str) -> None:
     result = json.loads((RESULTS / f"{name}.json").read_text())
     first = next(iter(result["rows"].values()))
