@@ -97,3 +97,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if minutes > limit:
         print(f"\n--most-minutes: took {minutes:.1f}, must be at most {limit:.1f}, see the slowest")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(params=["c++", "python"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of slices as they are compiled, and as they run where there is no compiler."""
+    from ds_terapipe.pipeline.operators import compiled
+
+    if request.param == "python":
+        monkeypatch.setattr(compiled, "load", lambda: None)
+    assert (compiled.load() is None) == (request.param == "python")

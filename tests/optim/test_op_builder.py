@@ -18,7 +18,8 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.op import backends, jit
+from ds_terapipe import jit
+from ds_terapipe.optim.op import backends
 from ds_terapipe.optim.op.builder import CpuLambBuilder, CudaLambBuilder
 
 # Compiles in a second: what is tested is how modules are built and found.

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
+from ds_terapipe.pipeline.operators.compiled import suits
 from ds_terapipe.pipeline.operators.context import SliceContext
-from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
+from ds_terapipe.pipeline.operators.weight_gradients import OF_LINEAR, OfEmbedding, OfLinear, Rule, WeightGradients
 from ds_terapipe.pipeline.token_shares import TokenShares
 
-_LINEAR = OfLinear()
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -46,6 +46,9 @@ def gathered_linear(input: Tensor, weight: Tensor, bias: Tensor | None, shares: 
 def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, keeper: WeightGradients, shares: TokenShares | None
 ) -> Tensor:
+    if keeper.compiled is not None and shares is None and suits(input, weight):
+        there: Tensor = keeper.compiled.linear(input, weight, bias, keeper.operands)
+        return there
     parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
     anchor = None if input.requires_grad else _anchor(weight)
     made: Tensor = apply(_Linear, input, anchor, (weight, bias), parameters, keeper, shares)
@@ -158,7 +161,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), shares = ctx.saved_tensors, ctx.shares
         # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
-        rule = _LINEAR if shares is None else OfLinear(shares)
+        rule = OF_LINEAR if shares is None else OfLinear(shares)
         rows = gradient.reshape(-1, gradient.shape[-1])
         _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), rows)
         if not ctx.needs_input_grad[0]:
