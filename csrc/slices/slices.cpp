@@ -213,10 +213,8 @@ class SliceAttention : public Function<SliceAttention> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const c10::intrusive_ptr<AttentionCall>& call) {
-    call->keys.narrow(2, call->start, call->stop - call->start).copy_(k);
-    call->values.narrow(2, call->start, call->stop - call->start).copy_(v);
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    const auto [keys, values] = seen(*call);
+    const auto [keys, values] = written(*call, k, v);
     if (call->on_cuda) {
       const Tensor query = rows_first(q), key = rows_first(keys);
       const auto [out, sums, seed, offset, debug] =
@@ -236,6 +234,7 @@ class SliceAttention : public Function<SliceAttention> {
     refuse_twice();
     const auto saved = ctx->get_saved_variables();
     const auto call = call_of<AttentionCall>(ctx);
+    const at::AutoDispatchBelowADInplaceOrView below;
     const auto [keys, values] = seen(*call);
     const Tensor& query = saved[0];
     Tensor dq, dk, dv;
@@ -256,6 +255,13 @@ class SliceAttention : public Function<SliceAttention> {
   }
 
  private:
+  static std::pair<Tensor, Tensor> written(const AttentionCall& call, const Tensor& k, const Tensor& v) {
+    const at::AutoDispatchBelowADInplaceOrView below;  // the buffers' views are nothing to autograd
+    call.keys.narrow(2, call.start, call.stop - call.start).copy_(k);
+    call.values.narrow(2, call.start, call.stop - call.start).copy_(v);
+    return seen(call);
+  }
+
   static std::pair<Tensor, Tensor> seen(const AttentionCall& call) {
     return {call.keys.narrow(2, call.first, call.stop - call.first), call.values.narrow(2, call.first, call.stop - call.first)};
   }
