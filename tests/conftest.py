@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,13 @@ def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "python":
         monkeypatch.setattr(compiled, "load", lambda: None)
     assert (compiled.load() is None) == (request.param == "python")
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    """A slice context, with the overrides installed."""
+    from ds_terapipe.pipeline.operators import context, sdpa
+
+    sdpa.Overrides.acquire()
+    yield context.SliceContext()
+    sdpa.Overrides.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._profiler import _EventType
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.errors import ConfigError
@@ -161,6 +163,17 @@ def test_a_slice_whose_backward_is_over_awaits_no_recomputation():
     assert state.awaits(*rows, last)
     state.gradients.add(k.clone(), v.clone(), 4, 6, 0)
     assert not state.awaits(*rows, last) and state.awaits(k[..., :4, :], v[..., :4, :], first)
+
+
+def test_calls_run_in_cpp_unless_no_kernel_has_them_or_modes_watch_python(monkeypatch):
+    def in_cpp(mode=nullcontext, **options):
+        with mode():
+            out, _ = forward(SliceContext(), Span(0, 4, 13), tensors()[:3], **options)
+        return out.grad_fn.name().startswith("torch::")
+
+    found = [in_cpp(), in_cpp(window=2), in_cpp(softcap=1.0), in_cpp(mask=causal(13)), in_cpp(BaseTorchFunctionMode)]
+    monkeypatch.setattr(kernels, "is_kept", lambda *_: False)
+    assert [*found, in_cpp()] == [here := compiled.load() is not None, here, False, False, False, False]
 
 
 class SeenKeys(TorchDispatchMode):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception
@@ -278,6 +281,14 @@ def one_slice(net, keeper, x):
             return context.backward(Unit(0, 0), span), net(x)
     finally:
         interception.close()
+
+
+def test_linear_layers_run_in_cpp_unless_modes_watch_python():
+    made = []
+    for mode in (nullcontext(), BaseTorchFunctionMode()):
+        with mode:
+            made.append(one_slice(linears(), WeightGradients(), torch.randn(1, 6, FEATURES))[1].grad_fn.name())
+    assert [name.startswith("torch::") for name in made] == [compiled.load() is not None, False]
 
 
 def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():

@@ -20,6 +20,7 @@ from ds_terapipe import jit
 logger = logging.getLogger(__name__)
 
 _MODULE = "_slices"
+_KINDS = {Tensor, Parameter}
 
 
 @functools.cache
@@ -47,4 +48,4 @@ def recipe() -> jit.Recipe:
 
 def suits(*tensors: Tensor) -> bool:
     """Whether nothing sees calls of PyTorch's Python API on these tensors: no subclass, and no mode."""
-    return not torch._C._is_torch_function_mode_enabled() and all([type(t) in (Tensor, Parameter) for t in tensors])
+    return not torch._C._is_torch_function_mode_enabled() and _KINDS.issuperset(map(type, tensors))

@@ -28,7 +28,12 @@ def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     :class:`torch.nn.Linear` modules need no such call.
     """
     keeper = keeper_of_linear(input, weight, bias)
-    return F.linear(input, weight, bias) if keeper is None else _linear(input, weight, bias, keeper, None)
+    if keeper is None:
+        return F.linear(input, weight, bias)
+    if keeper.compiled is not None and suits(input, weight):
+        made: Tensor = keeper.compiled.linear(input, weight, bias, keeper.operands)
+        return made
+    return _linear(input, weight, bias, keeper, None)
 
 
 def gathered_linear(input: Tensor, weight: Tensor, bias: Tensor | None, shares: TokenShares) -> Tensor:
@@ -46,9 +51,6 @@ def gathered_linear(input: Tensor, weight: Tensor, bias: Tensor | None, shares: 
 def _linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, keeper: WeightGradients, shares: TokenShares | None
 ) -> Tensor:
-    if keeper.compiled is not None and shares is None and suits(input, weight):
-        there: Tensor = keeper.compiled.linear(input, weight, bias, keeper.operands)
-        return there
     parameters = (weight,) if bias is None or not bias.requires_grad else (weight, bias)
     anchor = None if input.requires_grad else _anchor(weight)
     made: Tensor = apply(_Linear, input, anchor, (weight, bias), parameters, keeper, shares)
@@ -101,7 +103,9 @@ def _keeper(weight: Tensor) -> WeightGradients | None:
 
 
 def _differentiates(input: Tensor, bias: Tensor | None) -> bool:
-    return (bias is None or bias.is_leaf) and not torch.is_autocast_enabled(input.device.type)
+    if bias is not None and not bias.is_leaf:
+        return False
+    return not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(input.device.type)
 
 
 class EmbeddingCalls(TorchFunctionMode):
