@@ -1,7 +1,7 @@
 """Installs ds_terapipe: the package, an entry point that PyTorch loads, and the command ``ds_terapipe``.
 
 FusedLamb's op is compiled at its first use from the sources that are installed with the package, or now with
-``DS_BUILD_FUSED_LAMB_TERAPIPE=1``.
+``DS_BUILD_FUSED_LAMB_TERAPIPE=1``. The operators of slices are compiled at their first use.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.utils.logging import print_dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -29,7 +30,7 @@ def load() -> Any | None:
     try:
         made = recipe()
         if not jit.module_path(made).is_file() and jit.why_not(made) is None:
-            logger.info("compiling the operators of slices, which takes about half a minute, once")
+            print_dist("compiling the operators of slices, once, which takes about half a minute", ranks=[0])
         return jit.import_from(f"{__package__}.{_MODULE}", jit.obtain(made))
     except (jit.BuildError, ImportError, OSError) as error:
         logger.warning("operators of slices: not compiled, slices run the same in Python, only slower: %s", error)
