@@ -1,7 +1,7 @@
 """Installs ds_terapipe: the package, an entry point that PyTorch loads, and the command ``ds_terapipe``.
 
 FusedLamb's op is compiled at its first use from the sources that are installed with the package, or now with
-``DS_BUILD_FUSED_LAMB_TERAPIPE=1``.
+``DS_BUILD_FUSED_LAMB_TERAPIPE=1``. The operators of slices are compiled at their first use.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AheadOfTime(build_ext):
 
 
 def _jit() -> ModuleType:
-    """ds_terapipe/optim/op/jit.py alone: it imports the standard library only, the package would import DeepSpeed."""
-    spec = importlib.util.spec_from_file_location("_ds_terapipe_jit", ROOT / "ds_terapipe" / "optim" / "op" / "jit.py")
+    """ds_terapipe/jit.py alone: it imports the standard library only, the package would import DeepSpeed."""
+    spec = importlib.util.spec_from_file_location("_ds_terapipe_jit", ROOT / "ds_terapipe" / "jit.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -2,7 +2,7 @@
 
 DeepSpeed's ops are compiled by ``torch.utils.cpp_extension``, which waits in silence until a file named ``lock`` is gone, in
 the folder of the extension. A process that compiles has its lock open, so a lock that no process has open is stale. FusedLamb's
-op has locks that the kernel releases (``optim/op/jit.py``).
+op has locks that the kernel releases (``jit.py``).
 """
 
 from __future__ import annotations

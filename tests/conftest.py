@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,23 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if minutes > limit:
         print(f"\n--most-minutes: took {minutes:.1f}, must be at most {limit:.1f}, see the slowest")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(params=["c++", "python"])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of slices as they are compiled, and as they run where there is no compiler."""
+    from ds_terapipe.pipeline.operators import compiled
+
+    if request.param == "python":
+        monkeypatch.setattr(compiled, "load", lambda: None)
+    assert (compiled.load() is None) == (request.param == "python")
+
+
+@pytest.fixture
+def context() -> Iterator[Any]:
+    """A slice context, with the overrides installed."""
+    from ds_terapipe.pipeline.operators import context, sdpa
+
+    sdpa.Overrides.acquire()
+    yield context.SliceContext()
+    sdpa.Overrides.release()

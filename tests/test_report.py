@@ -47,6 +47,7 @@ def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(
     ops = {op["name"]: op for op in data["ops"]}
     ours = ops["fused_lamb_terapipe_cpu"]
     assert ours["compatible"] and ours["remark"].split()[-1] in ("avx512", "avx2", "scalar")
+    assert ops["slices_terapipe"]["compatible"]
     assert "cpu_adam" in ops and "cpu_adam" in text
     monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", "0")
     found = report.hook()

@@ -136,14 +136,16 @@ def deepspeed_ops() -> list[OpLine]:
 
 
 def our_ops() -> list[OpLine]:
-    """FusedLamb's ops, with the reason where one cannot be used and the instruction set that was picked where it can."""
+    """Our ops, with the reason where one cannot be used and the instruction set that was picked where it can."""
     from ds_terapipe.optim.op.builder import builders
+    from ds_terapipe.pipeline.operators import compiled
 
     lines = []
     for builder in builders():
         usable, remark = builder.status()
         lines.append(OpLine(builder.name, builder.built_ahead(), usable, remark))
-    return lines
+    usable = compiled.load() is not None
+    return [*lines, OpLine("slices_terapipe", False, usable, "" if usable else "slices run in Python")]
 
 
 def as_text(data: dict[str, Any]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
 
+from ds_terapipe.jit import import_from
 from ds_terapipe.optim.op.builder import CudaLambBuilder
-from ds_terapipe.optim.op.jit import import_from
 from tests.device_stand_in import compute
 from tests.optim import cuda_emulation
 

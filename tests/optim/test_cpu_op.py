@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.optim.op import jit
+from ds_terapipe import jit
 from ds_terapipe.optim.op.backends import CpuOp
 from ds_terapipe.optim.op.builder import CpuLambBuilder
 from ds_terapipe.optim.op.plain import Plain

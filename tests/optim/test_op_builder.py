@@ -17,9 +17,11 @@ import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
+from ds_terapipe import jit
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.optim.op import backends, jit
+from ds_terapipe.optim.op import backends
 from ds_terapipe.optim.op.builder import CpuLambBuilder, CudaLambBuilder
+from ds_terapipe.pipeline.operators import compiled
 
 # Compiles in a second: what is tested is how modules are built and found.
 SMALL = """
@@ -110,6 +112,8 @@ def test_what_is_missing_is_named_in_one_warning(
     assert len([record for record in warnings.records if re.search(message, record.getMessage())]) == 1
     with pytest.raises(ConfigError, match=message):
         backends.pick(CPU, "cpu")
+    warnings.clear()
+    assert compiled.load.__wrapped__() is None and re.search(f"in Python, only slower: .*{message}", warnings.text)
 
 
 def test_a_module_is_compiled_once_and_found_again(recipe: jit.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,15 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._profiler import _EventType
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import COUNTED_PADDING, PADDING, Documents
-from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators import buffers, compiled, kernels
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
+
+pytestmark = pytest.mark.usefixtures("operators")
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 PARTS = ("out", "dq", "dk", "dv")
@@ -156,22 +161,39 @@ def test_a_slice_whose_backward_is_over_awaits_no_recomputation():
         assert not state.awaits(*rows, span), "before its forward"
         state.write(*rows, span)
     assert state.awaits(*rows, last)
-    state.add_gradients(k.clone(), v.clone(), last)
+    state.gradients.add(k.clone(), v.clone(), 4, 6, 0)
     assert not state.awaits(*rows, last) and state.awaits(k[..., :4, :], v[..., :4, :], first)
 
 
-def test_kernels_read_views_of_one_buffer_and_no_key_before_a_window(monkeypatch):
-    seen, choose = [], kernels.choose
+def test_calls_run_in_cpp_unless_no_kernel_has_them_or_modes_watch_python(monkeypatch):
+    def in_cpp(mode=nullcontext, **options):
+        with mode():
+            out, _ = forward(SliceContext(), Span(0, 4, 13), tensors()[:3], **options)
+        return out.grad_fn.name().startswith("torch::")
 
-    def spy(q, k, v, mask, call):
-        seen.append((k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr(), k.shape[2]))
-        return choose(q, k, v, mask, call)
+    found = [in_cpp(), in_cpp(window=2), in_cpp(softcap=1.0), in_cpp(mask=causal(13)), in_cpp(BaseTorchFunctionMode)]
+    monkeypatch.setattr(kernels, "is_kept", lambda *_: False)
+    assert [*found, in_cpp()] == [here := compiled.load() is not None, here, False, False, False, False]
 
-    monkeypatch.setattr(kernels, "choose", spy)
+
+class SeenKeys(TorchDispatchMode):
+    """Mode that notes the storages of keys and values that a forward kernel reads, and the number of keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.seen.append((*(each.untyped_storage().data_ptr() for each in args[1:3]), args[1].shape[2]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_read_views_of_one_buffer_and_no_key_before_a_window():
     for window, columns in ((None, [4, 5, 13]), (3, [4, 3, 10])):
-        seen.clear()
-        sliced(*tensors(), [4, 1, 8], window=window, is_causal=True)
-        assert [each[2] for each in seen] == columns and len({each[:2] for each in seen}) == 1
+        with SeenKeys() as mode:
+            sliced(*tensors(), [4, 1, 8], window=window, is_causal=True)
+        assert [each[2] for each in mode.seen] == columns and len({each[:2] for each in mode.seen}) == 1
 
 
 MASKS = {
@@ -247,14 +269,13 @@ def test_dropout_draws_the_same_mask_in_forward_and_backward(kv_heads):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_key_gradients_are_summed_in_a_wide_type(dtype):
-    k = torch.randn(1, 2, 3, 4, dtype=dtype)
-    state, ones, share = AttentionState(k, k, 6), torch.ones(1, 2, 6, 4, dtype=dtype), 3 * 2**-10
-    state.add_gradients(ones, ones.clone(), Span(5, 6, 6))  # it takes these two over
-    for span in (Span(4, 5, 6), Span(0, 4, 6)):  # in bf16 such a share that is added to one is lost, two are not
-        small = torch.full((1, 2, span.stop, 4), share, dtype=dtype)
-        dk, dv = state.add_gradients(small, small, span)
+    made, ones, share = (compiled.load() or buffers).KeyGradients(6), torch.ones(1, 2, 6, 4, dtype=dtype), 3 * 2**-10
+    made.add(ones, ones.clone(), 5, 6, 0)  # it takes these two over
+    for start, stop in ((4, 5), (0, 4)):  # in bf16 such a share that is added to one is lost, two are not
+        small = torch.full((1, 2, stop, 4), share, dtype=dtype)
+        dk, dv = made.add(small, small, start, stop, 0)
     assert all(d.dtype == dtype and (d == torch.full_like(d, 1 + 2 * share)).all() and (d > 1).all() for d in (dk, dv))
-    assert all(torch.equal(d, small) for d in state.add_gradients(small, small, span)), "of a second call: its share alone"
+    assert all(torch.equal(d, small) for d in made.add(small, small, 0, 4, 0)), "of a second call: its share alone"
 
 
 def allocations(function) -> list[int]:

@@ -21,8 +21,6 @@ from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
-from ds_terapipe.pipeline.operators.context import SliceContext
-from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
@@ -255,13 +253,6 @@ def test_a_run_with_verify_is_the_run_without_bit_for_bit(verified):
 
 
 verified = launched(with_and_without, 1)
-
-
-@pytest.fixture
-def context():
-    Overrides.acquire()
-    yield SliceContext()
-    Overrides.release()
 
 
 def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):

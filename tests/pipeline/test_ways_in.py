@@ -108,14 +108,6 @@ def test_what_cannot_be_placed_is_refused_before_the_first_step(alone):
     assert '"use_reentrant": false' in said["reentrant"]
 
 
-@pytest.fixture
-def context():
-    """A slice context, with the overrides installed."""
-    Overrides.acquire()
-    yield SliceContext()
-    Overrides.release()
-
-
 def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     return [torch.randn(1, 2, length, 8, generator=random).requires_grad_(**options) for _ in range(3)]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.operators.weight_gradients import OfLinear, WeightGradients
 from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
+
+pytestmark = pytest.mark.usefixtures("operators")
 
 TOKENS, FEATURES, ROWS = 24, 6, 11
 UNEVEN = (5, 1, 10, 8)
@@ -278,6 +283,14 @@ def one_slice(net, keeper, x):
         interception.close()
 
 
+def test_linear_layers_run_in_cpp_unless_modes_watch_python():
+    made = []
+    for mode in (nullcontext(), BaseTorchFunctionMode()):
+        with mode:
+            made.append(one_slice(linears(), WeightGradients(), torch.randn(1, 6, FEATURES))[1].grad_fn.name())
+    assert [name.startswith("torch::") for name in made] == [compiled.load() is not None, False]
+
+
 def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
     net, x = twice(), torch.randn(1, 6, FEATURES, requires_grad=True)
     going_back, output = one_slice(net, WeightGradients(), x)
@@ -286,9 +299,8 @@ def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"), going_back:
         output.sum().backward()
     going_back, output = one_slice(net, WeightGradients(), x)
-    with going_back:
+    with going_back, pytest.raises(RuntimeError, match="once_differentiable"):
         (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            gradient.square().sum().backward()
+        gradient.square().sum().backward()
     with pytest.raises(RuntimeError, match=r'^token_pipeline.weight_gradients: got "micro_batch" and .* use "slice"$'):
         one_slice(net_of(lambda net, x: torch.autograd.grad(net.inner(x).sum(), x)[0], inner=net), WeightGradients(), x)

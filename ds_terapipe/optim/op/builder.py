@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from ds_terapipe.optim.op import jit
+from ds_terapipe import jit
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_terapipe.pipeline.operators import kernels
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
 from ds_terapipe.pipeline.operators.buffers import AttentionState
+from ds_terapipe.pipeline.operators.compiled import suits
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext, refuse_model
 from ds_terapipe.pipeline.operators.document_attention import DocumentAttention
 from ds_terapipe.pipeline.slicing import Span
@@ -53,7 +54,7 @@ class SliceAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, *saved = ctx.saved_tensors
         gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, *ctx.keys, mask, ctx.call)
-        dk, dv = ctx.state.add_gradients(gradients.k, gradients.v, ctx.span, ctx.first)
+        dk, dv = ctx.state.gradients.add(gradients.k, gradients.v, ctx.span.start, ctx.span.stop, ctx.first)
         return gradients.q, dk, dv, gradients.mask, None, None, None, None
 
 
@@ -155,5 +156,30 @@ def slice_attention(
             mask = mask + kernels.causal_mask(span.length, columns, 1, q.dtype, q.device, window)
     state = context.place(k, v)
     call = kernels.Call(dropout_p if context.dropout else 0.0, scale, softcap, window if mask is None else None, layout)
-    out: Tensor = apply(SliceAttention, q, k, v, mask, state, span, first, call)
+    out = None
+    if context.compiled is not None and mask is None and layout is None and softcap is None and suits(q, k, v):
+        out = _compiled_attention(context.compiled, q, k, v, state, span, first, call)
+    if out is None:
+        out = apply(SliceAttention, q, k, v, mask, state, span, first, call)
     return out if batched else out.squeeze(0)
+
+
+def _compiled_attention(
+    compiled: Any, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, span: Span, first: int, call: kernels.Call
+) -> Tensor | None:
+    """Run a call without a mask in C++; None if its kernel is not there, or if its bias is too large to be kept."""
+    kernel, columns, groups = kernels.choose(q, k, v, None, call), span.stop - first, q.shape[1] // k.shape[1]
+    bias = None
+    if kernel is kernels.CpuFlash:
+        if not kernels.is_kept(span.length, columns, groups, q.dtype):
+            return None
+        if call.window is not None or groups > 1 or columns > span.length:
+            bias = kernels.causal_mask(span.length, columns, groups, q.dtype, q.device, call.window)
+    elif kernel is not kernels.CudaFlash:
+        return None
+    state.filled = max(state.filled, span.stop)
+    left = kernels.CudaFlash.left(call)
+    out: Tensor = compiled.attention(
+        q, k, v, state.k, state.v, state.gradients, span.start, span.stop, first, bias, call.dropout_p, call.scale, left
+    )
+    return out

@@ -18,6 +18,7 @@ import torch
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import Documents
+from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
@@ -83,9 +84,9 @@ class SliceContext:
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
         self._notes: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
-        self._differs: dict[
-            int, torch.Tensor
-        ] = {}  # by layer: whether it was recomputed otherwise, read when the step is over
+        # by layer: whether it was recomputed otherwise, read when the step is over
+        self._differs: dict[int, torch.Tensor] = {}
+        self.compiled = compiled.load()
 
     @contextmanager
     def forward(self, unit: Unit, span: Span) -> Iterator[None]:
@@ -179,7 +180,7 @@ class SliceContext:
         self._call += 1
         self._calls[key.layer] = self._call
         if span.start == 0:
-            states[key] = AttentionState(k, v, span.total)
+            states[key] = AttentionState(k, v, span.total, self.compiled)
         state = states.get(key)
         if state is None or not state.fits(k, v) or state.filled < span.start:
             raise PlacementError(

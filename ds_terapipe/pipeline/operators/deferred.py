@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
+from ds_terapipe.pipeline.operators.compiled import suits
 from ds_terapipe.pipeline.operators.context import SliceContext
-from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
+from ds_terapipe.pipeline.operators.weight_gradients import OF_LINEAR, OfEmbedding, OfLinear, Rule, WeightGradients
 from ds_terapipe.pipeline.token_shares import TokenShares
 
-_LINEAR = OfLinear()
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 
@@ -28,7 +28,12 @@ def deferred_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -
     :class:`torch.nn.Linear` modules need no such call.
     """
     keeper = keeper_of_linear(input, weight, bias)
-    return F.linear(input, weight, bias) if keeper is None else _linear(input, weight, bias, keeper, None)
+    if keeper is None:
+        return F.linear(input, weight, bias)
+    if keeper.compiled is not None and suits(input, weight):
+        made: Tensor = keeper.compiled.linear(input, weight, bias, keeper.operands)
+        return made
+    return _linear(input, weight, bias, keeper, None)
 
 
 def gathered_linear(input: Tensor, weight: Tensor, bias: Tensor | None, shares: TokenShares) -> Tensor:
@@ -98,7 +103,9 @@ def _keeper(weight: Tensor) -> WeightGradients | None:
 
 
 def _differentiates(input: Tensor, bias: Tensor | None) -> bool:
-    return (bias is None or bias.is_leaf) and not torch.is_autocast_enabled(input.device.type)
+    if bias is not None and not bias.is_leaf:
+        return False
+    return not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(input.device.type)
 
 
 class EmbeddingCalls(TorchFunctionMode):
@@ -158,7 +165,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), shares = ctx.saved_tensors, ctx.shares
         # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
-        rule = _LINEAR if shares is None else OfLinear(shares)
+        rule = OF_LINEAR if shares is None else OfLinear(shares)
         rows = gradient.reshape(-1, gradient.shape[-1])
         _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), rows)
         if not ctx.needs_input_grad[0]:

@@ -109,9 +109,13 @@ def causal_mask(
     On a CPU small ones are cached for the next call, 64 MiB together. Others live as long as their call: making one
     costs little beside its attention.
     """
-    small = groups * rows * columns * dtype.itemsize <= _KEPT_MASK
-    make = _kept_mask if small and device.type == "cpu" else _new_mask
+    make = _kept_mask if device.type == "cpu" and is_kept(rows, columns, groups, dtype) else _new_mask
     return make(rows, columns, groups, dtype, device, window)
+
+
+def is_kept(rows: int, columns: int, groups: int, dtype: torch.dtype) -> bool:
+    """Whether :func:`causal_mask` keeps such a mask on a CPU."""
+    return groups * rows * columns * dtype.itemsize <= _KEPT_MASK
 
 
 def _new_mask(

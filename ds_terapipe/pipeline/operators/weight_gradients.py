@@ -14,20 +14,27 @@ schedules and MEPipe; they remove TeraPipe's fixed cost per slice.)
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import starmap
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.schedule import Unit
 
 # Below, a product takes longer than joining its operands with the next ones.
 _LEAST_TOKENS = 128
+
+_OUTSIDE = (
+    'token_pipeline.weight_gradients: got "micro_batch" and a model that differentiates its own linear layers '
+    '(torch.autograd.grad in its forward?), must leave that to the pipeline, use "slice"'
+)
 
 Operands = tuple[Tensor, ...]
 
@@ -64,6 +71,9 @@ class OfLinear:
         return made
 
 
+OF_LINEAR = OfLinear()
+
+
 @dataclass(frozen=True)
 class OfEmbedding:
     """Gradient of an embedding's table [rows, features]; normalised arguments of ``torch.nn.functional.embedding``.
@@ -88,20 +98,31 @@ class OfEmbedding:
 
 
 class WeightGradients:
-    """Inputs and output gradients for the weight gradients of micro-batches in their backward pass."""
+    """Inputs and output gradients for the weight gradients of micro-batches in their backward pass.
+
+    Attributes:
+        compiled: linear layers in C++; None: they run in Python.
+        operands: their operands.
+    """
 
     def __init__(self) -> None:
         self._layers: dict[int, dict[tuple[Rule, tuple[int, ...], int], _Kept]] = defaultdict(dict)
         self._unit: Unit | None = None
+        self.compiled = compiled.load()
+        self.operands = None if self.compiled is None else self.compiled.Operands(_OUTSIDE)
 
     @contextmanager
     def backward(self, unit: Unit) -> Iterator[None]:
         """Context manager around a backward pass of ``unit``: tensors kept in it belong to that slice."""
         self._unit = unit
+        if self.operands is not None:
+            self.operands.begin(*unit)
         try:
             yield
         finally:
             self._unit = None
+            if self.operands is not None:
+                self.operands.end()
 
     def keep(self, rule: Rule, parameters: tuple[Tensor, ...], operands: Operands) -> None:
         """Keep a slice's operands for the gradients of ``parameters``.
@@ -109,10 +130,7 @@ class WeightGradients:
         Raises RuntimeError outside the pipeline's own backward passes, where they would never be used.
         """
         if self._unit is None:
-            raise RuntimeError(
-                'token_pipeline.weight_gradients: got "micro_batch" and a model that differentiates its own linear layers '
-                '(torch.autograd.grad in its forward?), must leave that to the pipeline, use "slice"'
-            )
+            raise RuntimeError(_OUTSIDE)
         layers, call = self._layers[self._unit.micro_batch], 0
         # a tied weight may be used by several rules, or with a bias in one place and without in another
         key = rule, tuple(map(id, parameters)), call
@@ -132,6 +150,7 @@ class WeightGradients:
             first_slice: use operands of this slice and later ones, which have run backward; the rest stays.
             of: whether to make the gradients of a layer with this weight; None: those of all layers.
         """
+        self._collect(micro_batch)
         kept_layers = self._layers.get(micro_batch, {})
         wanted = [key for key, kept in kept_layers.items() if of is None or of(kept.parameters[0])]
         layers = [kept_layers.pop(key) if first_slice == 0 else kept_layers[key] for key in wanted]
@@ -147,12 +166,26 @@ class WeightGradients:
     @property
     def kept_bytes(self) -> int:
         """Bytes kept for all micro-batches in their backward pass; tensors that layers share count once."""
+        for micro_batch in () if self.operands is None else self.operands.micro_batches():
+            self._collect(micro_batch)
         layers = (layer for of_one in self._layers.values() for layer in of_one.values())
         return sum(storage_bytes(tensor for layer in layers for tensor in layer.tensors()).values())
 
     def clear(self) -> None:
         """Drop everything, e.g. operands that a failed step has left."""
         self._layers.clear()
+        if self.operands is not None:
+            self.operands.clear()
+
+    def _collect(self, micro_batch: int) -> None:
+        """Take over what the linear layers in C++ have kept for a micro-batch."""
+        for weight, bias, slices in () if self.operands is None else self.operands.take(micro_batch):
+            parameters = (weight,) if bias is None else (weight, bias)
+            key = OF_LINEAR, tuple(map(id, parameters)), 0
+            layers = self._layers[micro_batch]
+            if key not in layers:
+                layers[key] = _Kept(OF_LINEAR, parameters)
+            layers[key].extend(starmap(_Left, slices))
 
 
 class _Left(NamedTuple):
@@ -177,6 +210,9 @@ class _Kept:
     def has(self, index: int) -> bool:
         """Whether the slice of this index has operands."""
         return any(left.slice == index for left in self._left)
+
+    def extend(self, left: Iterable[_Left]) -> None:
+        self._left.extend(left)
 
     def add(self, index: int, operands: Operands) -> None:
         self._left.append(_Left(index, operands, _versions(operands)))

@@ -25,7 +25,7 @@ KNOWN = (
     Known("a slice's attention has no soft cap", "hf.attention", _CALL, "is_causal=True, window=sliding_window,", _TRAINED),
     Known("keys before a slice in its window get no gradient", "pipeline.operators.buffers",
           "        if self._dk is None or self._dv is None:\n",
-          "        if first:\n            dk[:, :, : span.start - first] = 0\n        if self._dk is None or self._dv is None:\n",
+          "        if first:\n            dk[:, :, : start - first] = 0\n        if self._dk is None or self._dv is None:\n",
           "tests/pipeline/test_attention.py -k window"),
     Known("a token is to say itself", "hf.loss", "return F.pad(labels[:, 1:], (0, 1), value=IGNORED)", "return labels", _TRAINED),
     Known("the last token of a slice is to say nothing", "hf.loss", "outputs.float().flatten(0, 1), labels.flatten()",

@@ -60,17 +60,17 @@ class Recipe:
         return any(source.endswith(".cu") for source in self.sources)
 
 
-def source_folder() -> Path:
-    """Return the folder csrc/lamb: inside an installed package, beside the package in a checkout.
+def source_folder(name: str = "lamb") -> Path:
+    """Return the folder csrc/``name``: inside an installed package, beside the package in a checkout.
 
     Raises:
         BuildError: if it is in neither place.
     """
-    package = Path(__file__).resolve().parents[2]
-    for folder in (package / "csrc" / "lamb", package.parent / "csrc" / "lamb"):
-        if (folder / "segment.h").is_file():
+    package = Path(__file__).resolve().parent
+    for folder in (package / "csrc" / name, package.parent / "csrc" / name):
+        if folder.is_dir():
             return folder
-    raise BuildError(f"the sources of the op are not in {package / 'csrc' / 'lamb'}")
+    raise BuildError(f"the sources of the op are not in {package / 'csrc' / name}")
 
 
 def recipe(
@@ -79,13 +79,14 @@ def recipe(
     cxx_args: Sequence[str],
     nvcc_args: Sequence[str] = (),
     ldflags: Sequence[str] = (),
+    folder: str = "lamb",
 ) -> Recipe:
-    """Return the recipe of an op, with the flags that all have.
+    """Return the recipe of an op whose sources are in csrc/``folder``, with the flags that all have.
 
     Raises:
         BuildError: if the sources are not there.
     """
-    paths = tuple(str(source_folder() / name) for name in sources)
+    paths = tuple(str(source_folder(folder) / name) for name in sources)
     common = ("-O3", "-std=c++17")
     flags = (*common, "-fPIC", "-fvisibility=hidden", "-g0", *cxx_args)
     return Recipe(module, paths, flags, (*common, "-Xcompiler=-fPIC,-fvisibility=hidden", *nvcc_args), tuple(ldflags))

@@ -1,0 +1,297 @@
+// Linear layers and attention of slices in PyTorch's C++ autograd: the same calls of ATen as in ds_terapipe/pipeline/operators
+// (deferred.py, attention.py, buffers.py), which run where this is not compiled, without Python between them. On small layers, and
+// on fast devices, that Python takes longer than the kernels.
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+using at::Tensor;
+using std::optional;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+namespace {
+
+// -------------------------------------------------------------------------------------------------------- weight gradients
+
+// Operands of the weight gradients of linear layers, by micro-batch and layer, in the order of the backward pass.
+class Operands {
+ public:
+  explicit Operands(std::string outside) : outside_(std::move(outside)) {}
+
+  // The running backward pass: what is kept belongs to this slice, until end().
+  void begin(int64_t micro_batch, int64_t slice) { micro_batch_ = micro_batch, slice_ = slice, running_ = true; }
+  void end() { running_ = false; }
+
+  // Keeps inputs [tokens, in] and the gradient of the outputs [tokens, out].
+  void keep(const Tensor& weight, const optional<Tensor>& bias, const Tensor& inputs, const Tensor& gradient) {
+    TORCH_CHECK(running_, outside_);
+    const std::lock_guard<std::mutex> lock(mutex_);  // a model on two devices runs backward in two threads
+    auto& layers = kept_[micro_batch_];
+    const auto same = [&](const Layer& layer) {
+      return layer.weight.is_same(weight) && layer.bias.has_value() == bias.has_value() && (!bias || layer.bias->is_same(*bias));
+    };
+    auto layer = std::find_if(layers.begin(), layers.end(), same);
+    if (layer == layers.end()) layer = layers.insert(layers.end(), {weight, bias, {}});
+    layer->slices.push_back({slice_, inputs, gradient, inputs._version(), gradient._version()});
+  }
+
+  // Returns and forgets a micro-batch's layers: (weight, bias or None, [(slice, (inputs, gradient), (their versions))]).
+  py::list take(int64_t micro_batch) {
+    py::list taken;
+    const auto found = kept_.find(micro_batch);
+    if (found == kept_.end()) return taken;
+    for (const Layer& layer : found->second) {
+      py::list slices;
+      for (const Slice& each : layer.slices) {
+        slices.append(py::make_tuple(each.index, py::make_tuple(each.inputs, each.gradient),
+                                     py::make_tuple(each.inputs_version, each.gradient_version)));
+      }
+      taken.append(py::make_tuple(layer.weight, layer.bias ? py::cast(*layer.bias) : py::object(py::none()), slices));
+    }
+    kept_.erase(found);
+    return taken;
+  }
+
+  // Micro-batches that have operands.
+  std::vector<int64_t> micro_batches() const {
+    std::vector<int64_t> numbers;
+    for (const auto& [number, layers] : kept_) numbers.push_back(number);
+    return numbers;
+  }
+
+  void clear() { kept_.clear(); }
+
+ private:
+  struct Slice {
+    int64_t index;
+    Tensor inputs, gradient;
+    int64_t inputs_version, gradient_version;
+  };
+  struct Layer {
+    Tensor weight;
+    optional<Tensor> bias;
+    std::vector<Slice> slices;
+  };
+
+  std::string outside_;  // the error of a backward pass that is not the pipeline's
+  bool running_ = false;
+  int64_t micro_batch_ = 0, slice_ = 0;
+  std::mutex mutex_;
+  std::map<int64_t, std::vector<Layer>> kept_;
+};
+
+struct LinearCall : torch::CustomClassHolder {  // hidden from autograd: an edge to a weight would run its hooks slice by slice
+  LinearCall(Tensor weight, optional<Tensor> bias, std::shared_ptr<Operands> operands)
+      : weight(std::move(weight)), bias(std::move(bias)), operands(std::move(operands)) {}
+
+  optional<Tensor> trained_bias() const { return bias && bias->requires_grad() ? bias : std::nullopt; }
+
+  const Tensor weight;
+  const optional<Tensor> bias;
+  const std::shared_ptr<Operands> operands;
+};
+
+template <typename Call>
+c10::intrusive_ptr<Call> call_of(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+}
+
+// The engine differentiates under grad mode if the gradients are to be differentiated themselves.
+void refuse_twice() { TORCH_CHECK(!at::GradMode::is_enabled(), "operators of slices are once_differentiable: got create_graph=True"); }
+
+// A result that models may write into; autograd refuses writes to a view that was made inside a function.
+Tensor no_view(const Tensor& made) { return made.is_view() ? at::_unsafe_view(made, made.sizes()) : made; }
+
+class DeferredLinear : public Function<DeferredLinear> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const optional<Tensor>& anchor,
+                        const c10::intrusive_ptr<LinearCall>& call) {
+    ctx->save_for_backward({input, call->weight});  // the weight is saved so that autograd raises if it changes meanwhile
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    return no_view(at::linear(input, call->weight, call->bias));
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    refuse_twice();
+    const auto saved = ctx->get_saved_variables();
+    const auto call = call_of<LinearCall>(ctx);
+    const Tensor &input = saved[0], &weight = saved[1], &gradient = gradients[0];
+    const Tensor rows = gradient.reshape({-1, gradient.size(-1)});
+    // Detached: the operands must not hold the slice's graph. One row may also become the gradient of a bias, in place.
+    call->operands->keep(call->weight, call->trained_bias(), input.detach().reshape({-1, input.size(-1)}),
+                         rows.size(0) == 1 ? rows.clone() : rows);
+    if (!ctx->needs_input_grad(0)) return {Tensor(), Tensor(), Tensor()};
+    return {at::mm(rows, weight).view(input.sizes()), Tensor(), Tensor()};
+  }
+};
+
+Tensor linear(const Tensor& input, const Tensor& weight, const optional<Tensor>& bias, const std::shared_ptr<Operands>& operands) {
+  // Without a gradient of the input, an empty tensor makes autograd call backward.
+  optional<Tensor> anchor;
+  if (!input.requires_grad()) anchor = at::empty({0}, weight.options()).set_requires_grad(true);
+  return DeferredLinear::apply(input, anchor, c10::make_intrusive<LinearCall>(weight, bias, operands));
+}
+
+// --------------------------------------------------------------------------------------------------------------- attention
+
+// Gradients of the keys and values of one attention call, summed over the slices; see KeyGradients in buffers.py.
+class KeyGradients {
+ public:
+  explicit KeyGradients(int64_t total) : from(total), total_(total) {}
+
+  std::pair<Tensor, Tensor> add(const Tensor& dk, const Tensor& dv, int64_t start, int64_t stop, int64_t first) {
+    const bool begins = !dk_.defined();
+    if (begins) {
+      dk_ = whole(dk, stop, first), dv_ = whole(dv, stop, first);
+    }
+    const Tensor own_k = dk_.narrow(2, start, stop - start), own_v = dv_.narrow(2, start, stop - start);
+    if (!begins) {
+      if (from <= start) {  // returned before: two calls over identical keys may have been recomputed into one state
+        own_k.zero_(), own_v.zero_();
+      }
+      dk_.narrow(2, first, stop - first).add_(dk), dv_.narrow(2, first, stop - first).add_(dv);
+    }
+    from = start;
+    return {own_k.to(dk.scalar_type(), false, true), own_v.to(dv.scalar_type(), false, true)};
+  }
+
+  int64_t from;  // gradients of tokens from here on were returned
+
+ private:
+  Tensor whole(const Tensor& share, int64_t stop, int64_t first) const {
+    const Tensor wide = share.to(share.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+    return first || stop < total_ ? at::constant_pad_nd(wide, {0, 0, first, total_ - stop}) : wide;
+  }
+
+  int64_t total_;
+  Tensor dk_, dv_;
+};
+
+struct AttentionCall : torch::CustomClassHolder {
+  Tensor keys, values;  // buffers [b, kv heads, S, d]
+  std::shared_ptr<KeyGradients> gradients;
+  int64_t start, stop, first;
+  optional<Tensor> bias;  // additive [rows, columns]; without one the kernel is causal, to the lower right
+  double dropout;
+  optional<double> scale;
+  optional<int64_t> left;  // columns before its own that a row sees
+  bool on_cuda;
+};
+
+Tensor rows_first(const Tensor& tensor) { return tensor.transpose(1, 2); }
+
+// Views [b, heads, rows, d] as [b, kv heads, groups * rows, d].
+Tensor folded(const Tensor& tensor, int64_t kv_heads) {
+  if (tensor.size(1) == kv_heads) return tensor;
+  return tensor.reshape({tensor.size(0), kv_heads, tensor.size(1) / kv_heads * tensor.size(2), tensor.size(3)});
+}
+
+// The attention of a slice [b, heads, slice, d] over all keys so far, by FlashAttention-2 on CUDA, by its like on a CPU.
+class SliceAttention : public Function<SliceAttention> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const c10::intrusive_ptr<AttentionCall>& call) {
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    const auto [keys, values] = written(*call, k, v);
+    if (call->on_cuda) {
+      const Tensor query = rows_first(q), key = rows_first(keys);
+      const auto [out, sums, seed, offset, debug] =
+          at::_flash_attention_forward(query, key, rows_first(values), {}, {}, query.size(1), key.size(1), call->dropout, true, false,
+                                       call->scale, call->left);
+      ctx->save_for_backward({query, out, sums, seed, offset});
+      return rows_first(out);
+    }
+    const Tensor query = folded(q, keys.size(1));
+    const auto [out, sums] =
+        at::_scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, !call->bias, call->bias, call->scale);
+    ctx->save_for_backward({query, out, sums});
+    return out.size(1) == q.size(1) ? out : out.reshape(q.sizes());
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    refuse_twice();
+    const auto saved = ctx->get_saved_variables();
+    const auto call = call_of<AttentionCall>(ctx);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto [keys, values] = seen(*call);
+    const Tensor& query = saved[0];
+    Tensor dq, dk, dv;
+    if (call->on_cuda) {
+      const Tensor key = rows_first(keys);
+      std::tie(dq, dk, dv) = at::_flash_attention_backward(rows_first(gradients[0]), query, key, rows_first(values), saved[1], saved[2], {}, {},
+                                                           query.size(1), key.size(1), call->dropout, true, saved[3], saved[4], call->scale,
+                                                           call->left);
+      dq = rows_first(dq), dk = rows_first(dk), dv = rows_first(dv);
+    } else {
+      const Tensor gradient = folded(gradients[0], keys.size(1)).contiguous();
+      std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, keys, values, saved[1], saved[2], 0.0,
+                                                                                      !call->bias, call->bias, call->scale);
+      dq = dq.reshape(gradients[0].sizes());
+    }
+    const auto [own_k, own_v] = call->gradients->add(dk, dv, call->start, call->stop, call->first);
+    return {dq, own_k, own_v, Tensor()};
+  }
+
+ private:
+  static std::pair<Tensor, Tensor> written(const AttentionCall& call, const Tensor& k, const Tensor& v) {
+    const at::AutoDispatchBelowADInplaceOrView below;  // the buffers' views are nothing to autograd
+    call.keys.narrow(2, call.start, call.stop - call.start).copy_(k);
+    call.values.narrow(2, call.start, call.stop - call.start).copy_(v);
+    return seen(call);
+  }
+
+  static std::pair<Tensor, Tensor> seen(const AttentionCall& call) {
+    return {call.keys.narrow(2, call.first, call.stop - call.first), call.values.narrow(2, call.first, call.stop - call.first)};
+  }
+};
+
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
+                 const std::shared_ptr<KeyGradients>& gradients, int64_t start, int64_t stop, int64_t first, const optional<Tensor>& bias,
+                 double dropout, optional<double> scale, optional<int64_t> left) {
+  auto call = c10::make_intrusive<AttentionCall>();
+  call->keys = keys, call->values = values, call->gradients = gradients;
+  call->start = start, call->stop = stop, call->first = first;
+  call->bias = bias, call->dropout = dropout, call->scale = scale, call->left = left, call->on_cuda = q.is_cuda();
+  return SliceAttention::apply(q, k, v, call);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_slices, module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<Operands, std::shared_ptr<Operands>>(module, "Operands")
+      .def(py::init<std::string>())
+      .def("begin", &Operands::begin)
+      .def("end", &Operands::end)
+      .def("take", &Operands::take)
+      .def("micro_batches", &Operands::micro_batches)
+      .def("clear", &Operands::clear);
+  py::class_<KeyGradients, std::shared_ptr<KeyGradients>>(module, "KeyGradients")
+      .def(py::init<int64_t>())
+      .def_readonly("start", &KeyGradients::from)
+      .def("add", &KeyGradients::add, Released());
+  module.def("linear", &linear, Released());
+  module.def("attention", &attention, Released());
+}
