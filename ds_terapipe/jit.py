@@ -245,10 +245,12 @@ def _locked(lock: Path, timeout_s: float) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError as error:
+            except BlockingIOError as error:
                 if time.monotonic() > end:
                     raise BuildError(
                         f"another process has been compiling for {timeout_s:.0f} s and holds {lock}"
                     ) from error
+            except OSError as error:  # a file system without such locks
+                raise BuildError(f"cannot lock {lock} ({error.strerror}), set TORCH_EXTENSIONS_DIR") from error
             time.sleep(_POLL_S)
         yield
