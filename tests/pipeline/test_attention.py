@@ -95,13 +95,11 @@ def whole(q, k, v, grad, **options):
 
 
 def assert_same(got, expected):
-    tolerance = TOLERANCE[got[0].dtype]
+    tolerance, of_dv = TOLERANCE[got[0].dtype], float(expected[-1].norm())
     for name, a, b in zip(PARTS, got, expected, strict=True):
-        if not b.any():
-            # One position: its score changes nothing, and what a kernel leaves there is a rounding of something of dv's size.
-            assert float(a.double().norm()) <= tolerance * float(expected[-1].norm()), name
-        else:
-            assert relative(a, b) <= tolerance, (name, relative(a, b))
+        # Where scores change little, what a kernel leaves is a rounding of something of dv's size; of one position nothing else.
+        size = max(float(b.norm()), of_dv / 100) if b.any() else of_dv
+        assert float((a.double() - b.double()).norm()) <= tolerance * size, (name, relative(a, b))
 
 
 @st.composite
@@ -179,10 +177,6 @@ def test_calls_run_in_cpp_unless_no_kernel_has_them_or_modes_watch_python(monkey
 class SeenKeys(TorchDispatchMode):
     """Mode that notes the storages of keys and values that a forward kernel reads, and the number of keys."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
             self.seen.append((*(each.untyped_storage().data_ptr() for each in args[1:3]), args[1].shape[2]))
@@ -192,6 +186,7 @@ class SeenKeys(TorchDispatchMode):
 def test_kernels_read_views_of_one_buffer_and_no_key_before_a_window():
     for window, columns in ((None, [4, 5, 13]), (3, [4, 3, 10])):
         with SeenKeys() as mode:
+            mode.seen = []
             sliced(*tensors(), [4, 1, 8], window=window, is_causal=True)
         assert [each[2] for each in mode.seen] == columns and len({each[:2] for each in mode.seen}) == 1
 
@@ -274,8 +269,8 @@ def test_key_gradients_are_summed_in_a_wide_type(dtype):
     for start, stop in ((4, 5), (0, 4)):  # in bf16 such a share that is added to one is lost, two are not
         small = torch.full((1, 2, stop, 4), share, dtype=dtype)
         dk, dv = made.add(small, small, start, stop, 0)
-    assert all(d.dtype == dtype and (d == torch.full_like(d, 1 + 2 * share)).all() and (d > 1).all() for d in (dk, dv))
     assert all(torch.equal(d, small) for d in made.add(small, small, 0, 4, 0)), "of a second call: its share alone"
+    assert all(d.dtype == dtype and (d == torch.full_like(d, 1 + 2 * share)).all() and (d > 1).all() for d in (dk, dv))
 
 
 def allocations(function) -> list[int]:

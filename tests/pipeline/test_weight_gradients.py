@@ -121,12 +121,14 @@ LAYERS = {
 
 
 def made(name):
-    """A model in fp64 and inputs [3, TOKENS, ...], of the first two such that ask for a gradient, as between stages."""
+    """A model in fp64 and inputs [1 or 3, TOKENS, ...], of the first two such that ask for a gradient, as between stages."""
     torch.manual_seed(0)
     net = LAYERS[name][0]().double()
     if hasattr(net, "table"):
         return net, torch.randint(0, ROWS, (3, TOKENS))
-    return net, torch.randn(3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=hasattr(net, "norm"))
+    return net, torch.randn(
+        1 if hasattr(net, "shift") else 3, TOKENS, FEATURES, dtype=torch.float64, requires_grad=hasattr(net, "norm")
+    )
 
 
 def take(net):
@@ -176,6 +178,9 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
     for lengths in (UNEVEN, (12, 12), (1,) * TOKENS):  # each micro-batch starts from nothing
         run_sliced(net, x, lengths, keeper)
         assert {n for n in matrices if net.get_parameter(n).grad is not None} == set(LAYERS[name][1])
+        assert keeper.kept_bytes or not deferred
+        kept = (t for layer in keeper._layers[0].values() for t in layer.tensors())
+        assert not any((t._base if t._is_view() else t).grad_fn for t in kept), "graphs are held"
         weights = [net.get_parameter(n) for n in sorted(deferred)]
         hooks = [weight.register_post_accumulate_grad_hook(calls.append) for weight in weights]
         keeper.make(0)
@@ -283,12 +288,20 @@ def one_slice(net, keeper, x):
         interception.close()
 
 
+def test_an_operand_that_is_written_into_before_its_product_is_an_error():
+    x, keeper, held = torch.randn(1, 4, FEATURES, requires_grad=True), WeightGradients(), []
+    x.register_hook(lambda gradient: (held.pop().mul_(2), None)[1])
+    net = net_of(lambda net, x: ((y := net.linear(x)), y.register_hook(held.append))[0], linear=nn.Linear(FEATURES, 5))
+    run_sliced(net, x, [2, 2], keeper)
+    with pytest.raises(RuntimeError, match="modified in place during the backward pass"):
+        keeper.make(0)
+
+
 def test_linear_layers_run_in_cpp_unless_modes_watch_python():
-    made = []
-    for mode in (nullcontext(), BaseTorchFunctionMode()):
+    for mode, here in ((nullcontext(), compiled.load() is not None), (BaseTorchFunctionMode(), False)):
         with mode:
-            made.append(one_slice(linears(), WeightGradients(), torch.randn(1, 6, FEATURES))[1].grad_fn.name())
-    assert [name.startswith("torch::") for name in made] == [compiled.load() is not None, False]
+            output = one_slice(linears(), WeightGradients(), torch.randn(1, 6, FEATURES))[1]
+        assert output.grad_fn.name().startswith("torch::") == here
 
 
 def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
