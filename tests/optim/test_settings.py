@@ -250,14 +250,10 @@ def initialize(args: Any = None, optimizer: Any = None, lr_scheduler: Any = None
     return config
 
 
-@pytest.mark.parametrize(
-    ("block", "right", "kinds"),
-    [
-        ("optimizer", "FusedLamb", ("fusedlamb", "FusedLAMB", "Fused_Lamb", "FusedLam")),
-        ("scheduler", "LambWarmup", ("lambwarmup", "Lamb-Warmup")),
-        ("scheduler", "MixedBatch", ("Mixed_Batch",)),
-    ],
-)
+@pytest.mark.parametrize(("block", "right", "kinds"), [
+    ("optimizer", "FusedLamb", ("fusedlamb", "FusedLAMB", "Fused_Lamb", "FusedLam")),
+    ("scheduler", "LambWarmup", ("lambwarmup", "Lamb-Warmup")), ("scheduler", "MixedBatch", ("Mixed_Batch",)),
+])  # fmt: skip
 def test_types_that_nearly_are_ours(block: str, right: str, kinds: tuple[str, ...]) -> None:
     for kind in kinds:
         settings = {"train_batch_size": 1, block: {"type": kind}}

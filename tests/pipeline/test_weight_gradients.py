@@ -109,13 +109,8 @@ LAYERS = {
     "trained bias": (lambda: partly_frozen("weight"), []),
     "trained weight": (lambda: partly_frozen("bias"), []),
     # that takes a gradient of one row for its own
-    "a bias of one row": (
-        lambda: net_of(
-            lambda net, x: net.shift[None, None] + net.linear(x),
-            linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES)),
-        ),
-        [],
-    ),
+    "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),
+                          linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES))), []),
     "written in place": (lambda: table(in_place), []),
 }  # fmt: skip
 

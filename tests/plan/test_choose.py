@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
+from ds_terapipe.plan import two_stages
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
@@ -275,6 +276,18 @@ def test_a_divided_place_takes_what_its_parts_take(factors):
         assert times[start, count - 1] == pytest.approx(max(first, second), rel=1e-12)
 
 
+@pytest.mark.parametrize(("boundaries", "micro_batches", "room", "use"), [
+    ([0, 2, 4, 6, 8], 1, 1.0, '"stages_per_place": 2'), ([0, 2, 4, 6, 8], 1, 1e-5, ""), ([0, 2, 4, 7, 8], 1, 1.0, ""),
+    ([0, 2, 4, 6, 8], 32, 1.0, ""),
+])  # fmt: skip
+def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, micro_batches, room, use):
+    cost, memory = ExampleCost((1.0,) * 4, **OPTIONS), MemoryModel((StageMemory(activations=1.0, received=30.0),) * 4)
+    request = Request(256, 4, micro_batches, placement=Placement.plain(4, boundaries), memory=memory, memory_gb=room)
+    plan = choose(cost, request)
+    found = two_stages.advice(cost, request, plan)
+    assert use in found and bool(use) == bool(found), (found, max(use.total for use in plan.memory))
+
+
 def placed(placement=DIVIDED):
     memory = MemoryModel((StageMemory(activations=1.0),) * 3)
     return choose(ExampleCost(FACTORS, **OPTIONS), Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1))
@@ -290,15 +303,10 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
     assert "placement" not in placed(None).to_dict() and "for 3 stages, 2 micro" in "\n".join(placed(None).lines())
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "alike"),
-    [
-        (DIVIDED, DIVIDED, True),
-        (DIVIDED, Placement.of([0, 0, 1], [0, 1, 4, 8], 1), True),  # a plan is of places, whatever their layers
-        (None, DIVIDED, False),
-        (DIVIDED, Placement.of([0, 0, 1], None, 2), False),
-    ],
-)
+@pytest.mark.parametrize(("theirs", "ours", "alike"), [
+    (DIVIDED, DIVIDED, True), (None, DIVIDED, False), (DIVIDED, Placement.of([0, 0, 1], None, 2), False),
+    (DIVIDED, Placement.of([0, 0, 1], [0, 1, 4, 8], 1), True),  # a plan is of places, whatever their layers
+])  # fmt: skip
 def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
     found = mismatch(placed(theirs), RunInfo(3, 1, 2, False, False, placement=ours), "auto", None)
     assert (found is None) == alike

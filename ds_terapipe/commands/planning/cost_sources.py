@@ -19,6 +19,7 @@ from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
+from ds_terapipe.plan.costs.parts import Parts
 from ds_terapipe.schedule import Placement
 
 
@@ -258,7 +259,7 @@ def chunked(source: Source, sequences: int, placement: Placement) -> Cost | None
     if isinstance(source, Analytic):
         layout = _layout(source, placement)
         return None if layout is None else layout.cost(sequences)
-    return None if isinstance(source, Placed) else _Parts(source.cost(sequences), placement)
+    return None if isinstance(source, Placed) else Parts(source.cost(sequences), placement)
 
 
 def _layout(source: Analytic, placement: Placement) -> Analytic | None:
@@ -266,26 +267,3 @@ def _layout(source: Analytic, placement: Placement) -> Analytic | None:
     if any(count % chunks for count in source.layers):
         return None
     return source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
-
-
-class _Parts:
-    """Virtual stages, each a part of a stage whose layers are not known."""
-
-    def __init__(self, whole: MeasuredCost | UnitCost, placement: Placement) -> None:
-        self._whole, self._placement = whole, placement
-        self._share = placement.places / len(placement.stages)
-        self.sequences, self.max_length = whole.sequences, whole.max_length
-
-    def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.forward(self._placement.place_of(stage), length, context) * self._share
-
-    def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.backward(self._placement.place_of(stage), length, context) * self._share
-
-    def weights(self, stage: int, length: Tokens) -> Tokens:
-        return self._whole.weights(self._placement.place_of(stage), length) * self._share
-
-    def message(self, boundary: int, length: Tokens) -> Tokens:
-        # between the last device and the first nothing was measured: the boundary at the first one stands for it
-        ends = self._placement.place_of(boundary), self._placement.place_of(boundary + 1)
-        return self._whole.message(min(*ends, self._placement.places - 2), length)

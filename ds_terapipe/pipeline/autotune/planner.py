@@ -9,6 +9,7 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, named
 from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
+from ds_terapipe.plan import two_stages
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.layers import LayerSeconds
@@ -80,10 +81,18 @@ class Planner:
         """Return the fastest plan for such steps, and log it; collective."""
         assert self.cost is not None
         cost = self.cost
-        plan: Plan = self.agree(lambda: choose(cost, self._request(cost, shape)))
-        for line in plan.summary():
-            self.say(line)
-        return plan
+        request = self._request(cost, shape)
+
+        def chosen() -> tuple[Plan, str]:
+            plan = choose(cost, request)
+            return plan, two_stages.advice(cost, request, plan)
+
+        plan, advice = self.agree(chosen)
+        for line in (*plan.summary(), advice):
+            if line:
+                self.say(line)
+        found: Plan = plan
+        return found
 
     def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
         """Return the fastest trials other than the plan, as plans; collective."""
