@@ -54,7 +54,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
         help="show versions, the hook on DeepSpeed, ops, and files of killed launches",
-        description="Show the installed versions, the state of the hook on deepspeed.initialize and of FusedLamb's op, and "
+        description="Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and "
         "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
         "DeepSpeed's buffers in shared memory.",
         epilog=EXAMPLE,
