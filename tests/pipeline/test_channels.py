@@ -52,8 +52,8 @@ def two_jobs(rank: int) -> list[Any]:
     consensus = Consensus(watchdog)
     rounds = [consensus.decide(lambda: rank) for _ in range(3 + rank // 2 * 20)]
     error = error_of(lambda: consensus.agree(KeyError("x") if rank == 3 else None))
+    others = sorted(watchdog._positions.of_others() or {})  # before a rank is through, and closes
     told = [job.together(lambda: rank), consensus.gather(rank), consensus.collect(rank), str(error)]
-    others = sorted(watchdog._positions.of_others() or {})
     watchdog.close()
     close_groups([consensus.group, job.group])
     return [{*rounds}, *told, others]
