@@ -234,7 +234,6 @@ class SliceAttention : public Function<SliceAttention> {
     refuse_twice();
     const auto saved = ctx->get_saved_variables();
     const auto call = call_of<AttentionCall>(ctx);
-    const at::AutoDispatchBelowADInplaceOrView below;
     const auto [keys, values] = seen(*call);
     const Tensor& query = saved[0];
     Tensor dq, dk, dv;
@@ -256,7 +255,8 @@ class SliceAttention : public Function<SliceAttention> {
 
  private:
   static std::pair<Tensor, Tensor> written(const AttentionCall& call, const Tensor& k, const Tensor& v) {
-    const at::AutoDispatchBelowADInplaceOrView below;  // the buffers' views are nothing to autograd
+    // The buffers' views are nothing to autograd. Beside views, only copy_ is called: modes would see composite operators whole.
+    const at::AutoDispatchBelowADInplaceOrView below;
     call.keys.narrow(2, call.start, call.stop - call.start).copy_(k);
     call.values.narrow(2, call.start, call.stop - call.start).copy_(v);
     return seen(call);
