@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ds_terapipe
 
@@ -28,6 +30,17 @@ def _installed():
         version("ds_terapipe")
     except PackageNotFoundError:
         pytest.fail("install the package first: pip install --no-build-isolation -e .")
+
+
+def test_version_and_requirements():
+    assert version("ds_terapipe") == ds_terapipe.__version__ == "0.1.0"
+    required = set(requires("ds_terapipe"))
+    plain = {re.split(r"[<>=;\s]", entry)[0] for entry in required if "extra" not in entry}
+    assert plain == {"torch", "numpy", "deepspeed", "ninja", "pybind11", "tqdm", "zlib-ng"}
+    assert any(entry.startswith("deepspeed<0.20,>=0.19.8") for entry in required)
+    assert any(entry.startswith("megatron-core<0.20,>=0.16") and "megatron" in entry for entry in required)
+    assert any(entry.startswith("transformers<6,>=5.0") and "hf" in entry for entry in required)
+    assert metadata("ds_terapipe")["Requires-Python"] == ">=3.10"
 
 
 def test_entry_points_and_the_command():
@@ -94,6 +107,25 @@ assert {"ds_terapipe.config", "ds_terapipe.pipeline.engine", "ds_terapipe.schedu
         tmp_path,
     )
     assert end.code == 0, end.output[-3000:]
+
+
+def pins_of(python: str) -> dict[str, str]:
+    """constraints.txt as pip reads it on a version of Python: versions by normalised name, each given once."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pins = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+    found = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
+    assert len(found) == len(pins) and all(re.fullmatch(r"[A-Za-z0-9.]+", version) for version in found.values())
+    return found
+
+
+def test_constraints_pin_one_version_each():
+    newest, newer, oldest = pins_of("3.12"), pins_of("3.11"), pins_of("3.10")
+    assert newest.keys() == newer.keys() == oldest.keys() and newer["numpy"] != oldest["numpy"]
+    assert newest["megatron-core"] == "0.19.2" and newer["megatron-core"] == oldest["megatron-core"] == "0.16.1"
+    for pins in (newest, newer, oldest):
+        assert {"torch", "deepspeed", "megatron-core", "numpy", "pytest", "ruff", "mypy"} <= set(pins)
+        assert pins["torch"] == "2.13.0" and pins["deepspeed"] == "0.19.8"
 
 
 def test_every_target_that_runs_python_makes_its_environment():

@@ -10,7 +10,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -118,8 +117,29 @@ c10::intrusive_ptr<Call> call_of(AutogradContext* ctx) {
   return c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
 }
 
-// The engine differentiates under grad mode if the gradients are to be differentiated themselves.
-void refuse_twice() { TORCH_CHECK(!at::GradMode::is_enabled(), "operators of slices are once_differentiable: got create_graph=True"); }
+// A gradient that cannot be differentiated again, as by torch.autograd.function.once_differentiable.
+class Once : public Function<Once> {
+ public:
+  static Tensor forward(AutogradContext*, const Tensor& made, const Tensor&) { return made.view_as(made); }
+  static variable_list backward(AutogradContext*, variable_list) {
+    TORCH_CHECK(false, "trying to differentiate twice an operator of slices, which is once_differentiable");
+  }
+};
+
+// Runs the backward pass of an operator from the gradient of its outputs, without a graph. With create_graph=True it has grad mode.
+template <typename Pass>
+variable_list once_differentiable(const Tensor& gradient, Pass pass) {
+  if (!at::GradMode::is_enabled()) return pass();
+  variable_list made;
+  {
+    const at::NoGradGuard without_graph;
+    made = pass();
+  }
+  for (Tensor& each : made) {
+    if (each.defined() && gradient.requires_grad()) each = Once::apply(each, gradient);
+  }
+  return made;
+}
 
 // A result that models may write into; autograd refuses writes to a view that was made inside a function.
 Tensor no_view(const Tensor& made) { return made.is_view() ? at::_unsafe_view(made, made.sizes()) : made; }
@@ -134,10 +154,14 @@ class DeferredLinear : public Function<DeferredLinear> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    refuse_twice();
+    return once_differentiable(gradients[0], [&] { return backward_once(ctx, gradients[0]); });
+  }
+
+ private:
+  static variable_list backward_once(AutogradContext* ctx, const Tensor& gradient) {
     const auto saved = ctx->get_saved_variables();
     const auto call = call_of<LinearCall>(ctx);
-    const Tensor &input = saved[0], &weight = saved[1], &gradient = gradients[0];
+    const Tensor &input = saved[0], &weight = saved[1];
     const Tensor rows = gradient.reshape({-1, gradient.size(-1)});
     // Detached: the operands must not hold the slice's graph. One row may also become the gradient of a bias, in place.
     call->operands->keep(call->weight, call->trained_bias(), input.detach().reshape({-1, input.size(-1)}),
@@ -231,7 +255,11 @@ class SliceAttention : public Function<SliceAttention> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    refuse_twice();
+    return once_differentiable(gradients[0], [&] { return backward_once(ctx, gradients[0]); });
+  }
+
+ private:
+  static variable_list backward_once(AutogradContext* ctx, const Tensor& of_output) {
     const auto saved = ctx->get_saved_variables();
     const auto call = call_of<AttentionCall>(ctx);
     const auto [keys, values] = seen(*call);
@@ -239,21 +267,20 @@ class SliceAttention : public Function<SliceAttention> {
     Tensor dq, dk, dv;
     if (call->on_cuda) {
       const Tensor key = rows_first(keys);
-      std::tie(dq, dk, dv) = at::_flash_attention_backward(rows_first(gradients[0]), query, key, rows_first(values), saved[1], saved[2], {}, {},
+      std::tie(dq, dk, dv) = at::_flash_attention_backward(rows_first(of_output), query, key, rows_first(values), saved[1], saved[2], {}, {},
                                                            query.size(1), key.size(1), call->dropout, true, saved[3], saved[4], call->scale,
                                                            call->left);
       dq = rows_first(dq), dk = rows_first(dk), dv = rows_first(dv);
     } else {
-      const Tensor gradient = folded(gradients[0], keys.size(1)).contiguous();
+      const Tensor gradient = folded(of_output, keys.size(1)).contiguous();
       std::tie(dq, dk, dv) = at::_scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, keys, values, saved[1], saved[2], 0.0,
                                                                                       !call->bias, call->bias, call->scale);
-      dq = dq.reshape(gradients[0].sizes());
+      dq = dq.reshape(of_output.sizes());
     }
     const auto [own_k, own_v] = call->gradients->add(dk, dv, call->start, call->stop, call->first);
     return {dq, own_k, own_v, Tensor()};
   }
 
- private:
   static std::pair<Tensor, Tensor> written(const AttentionCall& call, const Tensor& k, const Tensor& v) {
     // The buffers' views are nothing to autograd. Beside views, only copy_ is called: modes would see composite operators whole.
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -62,19 +62,16 @@ def test_random_numbers_follow_their_generator():
 
 @needs_cuda_build
 @pytest.mark.parametrize("queues", [_many_queues, _one_queue])
-@pytest.mark.parametrize(
-    ("left_out", "race"),
-    [
-        ("wait_stream", r"aten.mul.Tensor on stream \d+ reads without waiting for aten.ones.default on .*, which writes"),
-        (
-            "record_stream",
-            r"aten.full.default on .* writes without .* aten.mul.Tensor on .*, which reads by the memory's former owner",
-        ),
-        ("event", r"aten.add_.Tensor on .* writes without waiting for aten.mul.Tensor on .*, which writes"),
-        ("copy's event", r"copy on stream \d+ reads without waiting for aten.add_.Tensor on .*, which writes"),
-        ("host's wait", r"aten.add_.Tensor on the host writes without waiting for copy on stream \d+, which writes"),
-    ],
-)
+@pytest.mark.parametrize(("left_out", "race"), [
+    ("wait_stream", r"aten.mul.Tensor on stream \d+ reads without waiting for aten.ones.default on .*, which writes"),
+    (
+        "record_stream",
+        r"aten.full.default on .* writes without .* aten.mul.Tensor on .*, which reads by the memory's former owner",
+    ),
+    ("event", r"aten.add_.Tensor on .* writes without waiting for aten.mul.Tensor on .*, which writes"),
+    ("copy's event", r"copy on stream \d+ reads without waiting for aten.add_.Tensor on .*, which writes"),
+    ("host's wait", r"aten.add_.Tensor on the host writes without waiting for copy on stream \d+, which writes"),
+])  # fmt: skip
 def test_what_a_hand_over_leaves_out_is_found(queues, left_out, race):
     assert queues("races")["nothing"] == queues("races")["polled"] == []
     assert any(re.fullmatch(race, found) for found in queues("races")[left_out]), queues("races")[left_out]

@@ -135,13 +135,10 @@ NOW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("saved", "text"),
-    [
-        ({"layers": 7}, "load_checkpoint: got a checkpoint with layers 7, must be 6"),
-        ({"frozen_layers": 1}, "with 1 frozen layers, must be at least the 2 that are frozen now, use a new engine"),
-    ],
-)
+@pytest.mark.parametrize(("saved", "text"), [
+    ({"layers": 7}, "load_checkpoint: got a checkpoint with layers 7, must be 6"),
+    ({"frozen_layers": 1}, "with 1 frozen layers, must be at least the 2 that are frozen now, use a new engine"),
+])  # fmt: skip
 def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         state.check({**NOW, **saved}, NOW)

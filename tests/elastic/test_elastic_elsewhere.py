@@ -240,14 +240,11 @@ def test_a_universal_checkpoint_that_lacks_something_or_has_it_in_another_group_
 ONE, BOTH, APART = [["0.weight"]], [["0.weight", "1.weight"]], [["0.weight", "1.weight"], []]
 
 
-@pytest.mark.parametrize(
-    ("groups", "number", "said"),
-    [
-        (ONE, 1, r"got .* without the optimizer's state of .*1\.weight"),
-        (BOTH, 2, r"optimizer: got .*\[1\] parameter groups.* must be 2"),
-        (APART, 2, "optimizer: got .*other parameter groups"),
-    ],
-)
+@pytest.mark.parametrize(("groups", "number", "said"), [
+    (ONE, 1, r"got .* without the optimizer's state of .*1\.weight"),
+    (BOTH, 2, r"optimizer: got .*\[1\] parameter groups.* must be 2"),
+    (APART, 2, "optimizer: got .*other parameter groups"),
+])  # fmt: skip
 def test_an_optimizer_without_a_parameter_or_with_other_groups_is_refused(tmp_path, groups, number, said):
     part = {"kind": "plain", "stage": 0, "data": 0, "tensor": 0, "file": "x.pt", "groups": groups}
     wanted = {name: torch.nn.Parameter(torch.zeros(1)) for name in ("0.weight", "1.weight")}

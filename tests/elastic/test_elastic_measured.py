@@ -182,16 +182,13 @@ def test_the_shape_is_the_one_that_layer_times_ask_for(ranks: Any, name: str) ->
         assert found["losses"] == pytest.approx(reference_on(RUNS[name].case, RUNS[name].data).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "line", "taken"),
-    [
-        ("taken", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", True),
-        ("near the end", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", False),
-        ("recomputed", "beside activation checkpointing", False),
-        ("too large", ", but a rank holds 0.00 GB", False),
-        ("cannot move", "resize.policy: off, since elastic_pipeline.resize.policy: got 1 hooks on module 0", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "line", "taken"), [
+    ("taken", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", True),
+    ("near the end", "1 stage x 2 replicas (2 micro-batches of 1) of 6 layers, 0.", False),
+    ("recomputed", "beside activation checkpointing", False),
+    ("too large", ", but a rank holds 0.00 GB", False),
+    ("cannot move", "resize.policy: off, since elastic_pipeline.resize.policy: got 1 hooks on module 0", False),
+])  # fmt: skip
 def test_one_line_says_what_was_found_and_whether_it_was_taken(ranks: Any, name: str, line: str, taken: bool) -> None:
     said = ranks[0][name]["lines"][0]
     assert line in said and ("(taken)" in said) == taken and ranks[1][name]["lines"] == []

@@ -80,17 +80,14 @@ def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str) -> No
 NAN = math.nan
 
 
-@pytest.mark.parametrize(
-    ("frozen", "norms", "after"),
-    [
-        (0, [9, 9, 9, 9, 9, 1], 3),  # the bound: ceil(0.5 x 5)
-        (0, [9, 9, 1, 9, 9, 9], 2),  # the smallest one goes on training
-        (0, [9, 1, 1, 9, 9, 1], 1),  # a tie
-        (2, [0, 0, 9, 9, 9, 1], 4),  # what is frozen does not count
-        (0, [NAN, 1, NAN, 9, 9, 9], 1),  # nothing measured
-        (2, None, 2),
-    ],
-)
+@pytest.mark.parametrize(("frozen", "norms", "after"), [
+    (0, [9, 9, 9, 9, 9, 1], 3),  # the bound: ceil(0.5 x 5)
+    (0, [9, 9, 1, 9, 9, 9], 2),  # the smallest one goes on training
+    (0, [9, 1, 1, 9, 9, 1], 1),  # a tie
+    (2, [0, 0, 9, 9, 9, 1], 4),  # what is frozen does not count
+    (0, [NAN, 1, NAN, 9, 9, 9], 1),  # nothing measured
+    (2, None, 2),
+])  # fmt: skip
 def test_grad_norm_freezes_up_to_the_smallest_norm(frozen: int, norms: Any, after: int) -> None:
     assert grad_norm(ModelLayers((True,) * 6), 0.5).at_interval(1, frozen, norms) == after
 
@@ -110,16 +107,13 @@ def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_sha
     assert frozen_by_plateau(moving, patience=2, alpha=0.9) == [0, 0, 0, 0, 0, 3]
 
 
-@pytest.mark.parametrize(
-    ("norms", "frozen"),
-    [
-        ((1.0, 1.05, 1.05, 1.05), [0, 0, 1, 2]),
-        ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins again
-        ((1.0, 1.05, 1.30, 1.30), [0, 0, 0, 0]),  # by 24%
-        ((1.0, NAN, 1.0, NAN), [0, 0, 0, 0]),
-        ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("norms", "frozen"), [
+    ((1.0, 1.05, 1.05, 1.05), [0, 0, 1, 2]),
+    ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins again
+    ((1.0, 1.05, 1.30, 1.30), [0, 0, 0, 0]),  # by 24%
+    ((1.0, NAN, 1.0, NAN), [0, 0, 0, 0]),
+    ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),
+])  # fmt: skip
 def test_a_plateau_is_left_at_twice_the_change_that_makes_it(norms: Sequence[float], frozen: list[int]) -> None:
     history = [[norm, 9.0, 9.0] for norm in norms]
     assert frozen_by_plateau(history, patience=2, alpha=0.01, tolerance=0.1) == frozen
@@ -208,17 +202,14 @@ def frozen_with(rates: list[float], pairs: list[list[int]], losses: Sequence[flo
     return [found.decide(step, no_norms, Signals(rate, lambda at=step: told[at])) for step, rate in enumerate(rates)]
 
 
-@pytest.mark.parametrize(
-    ("rates", "frozen"),
-    [
-        ([1, 1, 0.5, 0.4, 1, 1], [0, 2, 2, 2, 0, 0]),  # a warm restart
-        ([1, 1, 0.5, 0.0, 0.1, 1], [0, 2, 2, 2, 0, 0]),  # a phase that is ramped from zero
-        ([1, 1, 0.5, 0.0, 0.0, 0.0], [0, 2, 2, 2, 2, 2]),  # an end at zero is none
-        ([0, 0.2, 0.4, 0.8, 1, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a warm-up
-        ([1, 1, 0.8, 0.9, 0.7, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a little up and down
-        ([1, 0.5, 0.25, 0.125, 0.06, 0.03], [0, 2, 2, 2, 2, 2]),  # nor steps down
-    ],
-)
+@pytest.mark.parametrize(("rates", "frozen"), [
+    ([1, 1, 0.5, 0.4, 1, 1], [0, 2, 2, 2, 0, 0]),  # a warm restart
+    ([1, 1, 0.5, 0.0, 0.1, 1], [0, 2, 2, 2, 0, 0]),  # a phase that is ramped from zero
+    ([1, 1, 0.5, 0.0, 0.0, 0.0], [0, 2, 2, 2, 2, 2]),  # an end at zero is none
+    ([0, 0.2, 0.4, 0.8, 1, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a warm-up
+    ([1, 1, 0.8, 0.9, 0.7, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a little up and down
+    ([1, 0.5, 0.25, 0.125, 0.06, 0.03], [0, 2, 2, 2, 2, 2]),  # nor steps down
+])  # fmt: skip
 def test_an_lr_restart_has_all_train_again(rates: list[float], frozen: list[int]) -> None:
     assert frozen_with(rates, [[1, 2]], unfreeze=["lr_restart"]) == frozen
     assert frozen_with(rates, [[1, 2]]) == [0, 2, 2, 2, 2, 2]

@@ -119,18 +119,15 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
     assert empty.dtype == torch.float32 and not empty.any(), "of a mask without tokens"
 
 
-@pytest.mark.parametrize(
-    ("changes", "arguments", "message"),
-    [
-        ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"),
-        ({"window_size": (8, 0)}, {}, "window_size"),
-        ({"num_query_groups": 3}, {}, r"num_query_groups: got 3, must be a divisor of num_attention_heads \(4\), use e.g. 4"),
-        ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
-        ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
-        ({}, {"max_position_embeddings": 8}, "max_position_embeddings: got 8, must be at least seq_length, use 16"),
-        ({}, {"position_embedding": "alibi"}, 'position_embedding: got "alibi"'),
-    ],
-)
+@pytest.mark.parametrize(("changes", "arguments", "message"), [
+    ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"),
+    ({"window_size": (8, 0)}, {}, "window_size"),
+    ({"num_query_groups": 3}, {}, r"num_query_groups: got 3, must be a divisor of num_attention_heads \(4\), use e.g. 4"),
+    ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
+    ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
+    ({}, {"max_position_embeddings": 8}, "max_position_embeddings: got 8, must be at least seq_length, use 16"),
+    ({}, {"position_embedding": "alibi"}, 'position_embedding: got "alibi"'),
+])  # fmt: skip
 def test_settings_that_are_not_followed_are_refused(alone: None, changes: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1, **arguments)

@@ -95,11 +95,13 @@ def whole(q, k, v, grad, **options):
 
 
 def assert_same(got, expected):
-    tolerance, of_dv = TOLERANCE[got[0].dtype], float(expected[-1].norm())
+    tolerance = TOLERANCE[got[0].dtype]
     for name, a, b in zip(PARTS, got, expected, strict=True):
-        # Where scores change little, what a kernel leaves is a rounding of something of dv's size; of one position nothing else.
-        size = max(float(b.norm()), of_dv / 100) if b.any() else of_dv
-        assert float((a.double() - b.double()).norm()) <= tolerance * size, (name, relative(a, b))
+        if not b.any():
+            # One position: its score changes nothing, and what a kernel leaves there is a rounding of something of dv's size.
+            assert float(a.double().norm()) <= tolerance * float(expected[-1].norm()), name
+        else:
+            assert relative(a, b) <= tolerance, (name, relative(a, b))
 
 
 @st.composite
@@ -109,7 +111,9 @@ def cases(draw):
     kv_heads, groups, d = (draw(st.integers(1, most)) for most in (3, 3, 9))
     shape = {"heads": kv_heads * groups, "kv_heads": kv_heads, "total": sum(lengths), "d": d}
     shape |= {"dv": draw(st.sampled_from([d, d, d + 1])), "batch": draw(st.sampled_from([None, 1, 2]))}
-    return tensors(**shape, dtype=draw(st.sampled_from([*TOLERANCE]))), lengths, draw(st.sampled_from([None, 0.3]))
+    # of heads of size one, gradients can cancel to a rounding of fp32: the same shapes in fp64, whose tolerance is narrower
+    dtype = draw(st.sampled_from([torch.float64] if d == 1 else [*TOLERANCE]))
+    return tensors(**shape, dtype=dtype), lengths, draw(st.sampled_from([None, 0.3]))
 
 
 @settings(max_examples=100)

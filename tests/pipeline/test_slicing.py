@@ -111,15 +111,12 @@ def test_an_explicit_cut_settles_it():
     assert plan_cuts((features[..., :7],), [2], "labels") == (7, (TensorCut(row=2),))
 
 
-@pytest.mark.parametrize(
-    ("given_cut", "message"),
-    [
-        ([1], ": got 1 entries, must be one for each of the 2 tensors, use null"),
-        ([1, 3], "[1]: got 3, must be a dimension from 1 to 2 of its shape [2, 12, 5]"),
-        ([None, None], ": got [null, null], which are dimensions of no tokens"),
-        ([1, 2], ": got [1, 2], which are dimensions of [5, 12] tokens"),
-    ],
-)
+@pytest.mark.parametrize(("given_cut", "message"), [
+    ([1], ": got 1 entries, must be one for each of the 2 tensors, use null"),
+    ([1, 3], "[1]: got 3, must be a dimension from 1 to 2 of its shape [2, 12, 5]"),
+    ([None, None], ": got [null, null], which are dimensions of no tokens"),
+    ([1, 2], ": got [1, 2], which are dimensions of [5, 12] tokens"),
+])  # fmt: skip
 def test_an_explicit_cut_that_does_not_fit_is_an_error(given_cut, message):
     with pytest.raises(ConfigError, match=re.escape(f"token_pipeline.cut.inputs{message}")):
         plan_cuts((TOKENS, torch.zeros(B, S, H)), given_cut, "inputs")
@@ -154,19 +151,16 @@ BSH, SBH = TensorCut(row=1), TensorCut(row=0)
 
 
 @pytest.mark.parametrize("total", [SHORT, 4, 5, LONGER])
-@pytest.mark.parametrize(
-    ("make", "cuts"),
-    [
-        (lambda s, c: torch.zeros(4, s, 7), (BSH,)),
-        (lambda s, c: torch.zeros(s, 4, 7), (SBH,)),
-        # a batch as large as a slice, or as both
-        *((lambda s, c, b=b: torch.zeros(b, s, 7), (BSH,)) for b in (1, 2, 3, 5)),
-        *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
-        (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, s, c).bool()), (SBH, TensorCut(row=2, column=3))),
-        (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, 1, c)), (SBH, TensorCut(column=3))),
-        (lambda s, c: (torch.zeros(4, s, 7), torch.zeros(4, 7), torch.zeros(())), (BSH, TensorCut(), TensorCut())),
-    ],
-)
+@pytest.mark.parametrize(("make", "cuts"), [
+    (lambda s, c: torch.zeros(4, s, 7), (BSH,)),
+    (lambda s, c: torch.zeros(s, 4, 7), (SBH,)),
+    # a batch as large as a slice, or as both
+    *((lambda s, c, b=b: torch.zeros(b, s, 7), (BSH,)) for b in (1, 2, 3, 5)),
+    *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
+    (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, s, c).bool()), (SBH, TensorCut(row=2, column=3))),
+    (lambda s, c: (torch.zeros(s, 4, 7), torch.zeros(4, 1, 1, c)), (SBH, TensorCut(column=3))),
+    (lambda s, c: (torch.zeros(4, s, 7), torch.zeros(4, 7), torch.zeros(())), (BSH, TensorCut(), TensorCut())),
+])  # fmt: skip
 def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
     assert probe(make, total=total) == cuts
     first, second = probe_spans(total)  # begins with several tokens and stays in the sequence
@@ -187,14 +181,11 @@ def test_a_layout_settles_ties_alone(layout):
         assert probe(lambda s, c: torch.zeros(s, s, 7), layout) == ((BSH,) if layout == "bsh" else (SBH,))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda s, c: torch.zeros(4, 2 * s, 7), r"has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]"),
-        (lambda s, c: tuple(torch.zeros(4, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
-        (lambda s, c: {"hidden": torch.zeros(4, s)}, "layer 3 gets dict, not tensors|can't be cut"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda s, c: torch.zeros(4, 2 * s, 7), r"has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]"),
+    (lambda s, c: tuple(torch.zeros(4, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
+    (lambda s, c: {"hidden": torch.zeros(4, s)}, "layer 3 gets dict, not tensors|can't be cut"),
+])  # fmt: skip
 def test_what_follows_no_slice_is_a_model_that_cannot_be_cut(make, message):
     with pytest.raises(ConfigError, match=message):
         probe(make)

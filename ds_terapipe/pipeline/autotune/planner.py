@@ -87,12 +87,11 @@ class Planner:
             plan = choose(cost, request)
             return plan, two_stages.advice(cost, request, plan)
 
-        plan, advice = self.agree(chosen)
-        for line in (*plan.summary(), advice):
-            if line:
-                self.say(line)
-        found: Plan = plan
-        return found
+        decided: tuple[Plan, str] = self.agree(chosen)
+        plan, advice = decided
+        for line in (*plan.summary(), *([advice] if advice else [])):
+            self.say(line)
+        return plan
 
     def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
         """Return the fastest trials other than the plan, as plans; collective."""

@@ -43,6 +43,7 @@ def recipe() -> jit.Recipe:
     headers = [f"-isystem{root / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
+    # another PyTorch gets a module of its own: flags are in the name of its folder
     flags = ("-std=c++20", *headers, abi, f"-DBUILT_FOR={torch.__version__}")
     return jit.recipe(_MODULE, ("slices.cpp",), flags, ldflags=libraries, folder="slices")
 
