@@ -17,6 +17,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.deepspeed_state import add_to_sums
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 
@@ -70,9 +71,9 @@ class DeepSpeedGradients:
             self._sums.give_back([*parameters, *self._outside])
         if isinstance(optimizer, BF16_Optimizer):
             if last or takes_slices:
-                # Adds what it finds in ``grad`` to its own sums. DeepSpeed clears ``grad`` before the next micro-batch; here
-                # that one may have begun, and what has been added must not be there when it ends.
-                optimizer.backward_epilogue()
+                # DeepSpeed clears ``grad`` before the next micro-batch; here that one may have begun, and what has been added
+                # must not be there when it ends.
+                add_to_sums(optimizer)
                 optimizer.clear_lp_grads(set_to_none=True)
         elif isinstance(optimizer, ZeROOptimizer):
             optimizer.backward_epilogue()

@@ -19,7 +19,7 @@ from tests.pipeline.models import Plain
 from tests.rows.row import OURS, Row
 from tests.rows.train import LOSSES, PLAIN, SCALE, Trained, data_of, document_numbers, falling, megatron_model, specs_of
 
-CLASSES = {**dict.fromkeys(("bf16", "bf16 late", "bf16 ZeRO-1"), torch.bfloat16), "fp16": torch.float16, "fp64": torch.float64}
+CLASSES = {**dict.fromkeys(("bf16", "bf16 at once", "bf16 ZeRO-1"), torch.bfloat16), "fp16": torch.float16, "fp64": torch.float64}
 
 
 def references(rank: int, world_size: int, row: Row) -> dict[str, Trained]:

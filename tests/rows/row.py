@@ -133,7 +133,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "schedule": (*NAMES, "interleaved"),
     "weight_gradients": ("auto", "slice", "micro_batch"),
     "micro_batches": (2, 4),
-    "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 late", "bf16 ZeRO-1", "fp16"),
+    "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 at once", "bf16 ZeRO-1", "fp16"),
     "optimizer": ("sgd", "adamw", "instance", "lamb"),
     "loss": ("own", "masked", "per token", "focused"),
     "recompute": (0, 1, 2),
@@ -165,7 +165,7 @@ RULES = (
     Rule(("precision", "resume"), lambda precision, resume: resume != "elsewhere" or precision not in ("fp64", "fp16")),
     # what DeepSpeed does at the end of a step knows nothing of shapes: few rows are enough
     *(
-        Rule(("precision", name), lambda precision, value, usual=usual: precision != "bf16 late" or value == usual)
+        Rule(("precision", name), lambda precision, value, usual=usual: precision != "bf16 at once" or value == usual)
         for name, usual in (("layout", Layout(2, 1, 1)), ("freeze", "none"), ("resize", "off"), ("resume", "no"))
     ),
     # in which every replica has a micro-batch

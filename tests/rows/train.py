@@ -34,7 +34,7 @@ END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS,
     "fp64": {},
-    "bf16 late": {"bf16": {"enabled": True, "immediate_grad_update": False}},
+    "bf16 at once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
 }
 SHARED = "shared by two ranks"

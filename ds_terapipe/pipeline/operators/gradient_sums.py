@@ -25,17 +25,25 @@ class GradientSums:
 
     def put_aside(self, parameters: Iterable[Parameter]) -> None:
         """Move a slice's gradients of its stage's parameters from ``grad`` into the sums."""
+        sums, gradients = [], []
         for parameter in parameters:
-            if parameter.grad is None or parameter.dtype not in _NARROW:
+            gradient = parameter.grad
+            if gradient is None or parameter.dtype not in _NARROW:
                 continue
-            known = self._sums.get(parameter)
-            self._sums[parameter] = parameter.grad.float() if known is None else known.add_(parameter.grad)
-            parameter.grad = None
+            parameter.grad, known = None, self._sums.get(parameter)
+            if known is None:
+                self._sums[parameter] = gradient.float()
+            else:
+                sums.append(known)
+                gradients.append(gradient)
+        if sums:  # one call: on small parameters each takes longer than its kernel
+            torch._foreach_add_(sums, gradients)
 
     def give_back(self, parameters: Iterable[Parameter]) -> None:
         """Move the sums of a stage's parameters to ``grad``, rounded to the parameter's type; others stay unrounded."""
+        parameters = list(parameters)
+        self.put_aside(parameters)
         for parameter in parameters:  # one by one: no sum beside its rounded copy, but for one
-            self.put_aside([parameter])
             total = self._sums.pop(parameter, None)
             if total is not None:
                 parameter.grad = total.to(parameter.dtype)
