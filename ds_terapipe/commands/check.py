@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.hardware import CLUSTERS, load_cluster, load_model
@@ -25,15 +25,13 @@ The script runs unchanged up to its engine, once for each distinct rank. It need
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "check",
         help="print the memory of each stage of a launch, or its error, without a GPU",
         description="Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
         "gradients, optimiser, activations and peak of each stage, and the plan.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_argument = parser.add_argument
     add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration of a script that names none")
@@ -50,11 +48,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--tensor-parallel", type=int, metavar="T", default=1, help="devices that share its layers (default: 1)"
     )
     add_argument("script", nargs="*", metavar="-- SCRIPT ARGS", help="training script and its arguments")
-    add_json(parser)
-    parser.set_defaults(run=check)
+    return parser
 
 
-def check(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the table and the plan.
 
     Raises:
