@@ -65,7 +65,7 @@ class Row:
 def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, ...], kind: str | None = None) -> Row:
     """Simulate a step in these slices."""
     request = inputs.request
-    run = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
+    run = request.times(inputs.cost).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
     where = request.where
     return _row(inputs, kind or str(schedule), name, slices, run, peak, None, len(where.stages) // where.places)
@@ -85,9 +85,9 @@ def interleaved(inputs: Inputs) -> Row | str:
     found = []
     for chunks in _CHUNKS if isinstance(inputs.source, Analytic) else _UNKNOWN_LAYERS:
         placement = Placement.interleaved(request.stages, chunks)
-        cost = chunked(inputs.source, inputs.sequences, placement)
-        if cost is not None:
-            found.append(_interleaved(inputs, cost, placement))
+        there = chunked(inputs.source, inputs.sequences, placement)
+        if there is not None:
+            found.append(_interleaved(inputs, there[0], placement))
     if not found:
         return "interleaving: not possible, no number of chunks divides every stage's layers"
     return min(found, key=lambda each: (not each.fits, each.step_s))
@@ -96,7 +96,7 @@ def interleaved(inputs: Inputs) -> Row | str:
 def more_tensor_parallel(inputs: Inputs) -> list[Row] | str:
     """Return plans with more devices per layer and fewer stages, within a node, unsliced; or why there is none."""
     source = inputs.source
-    if not isinstance(source, Analytic):
+    if not isinstance(source, Analytic) or inputs.parts is not None:
         return "tensor parallelism: not known from these costs, use --model"
     devices, node = source.stages * source.tensor_parallel, source.cluster.devices_per_node
     if source.tensor_parallel >= node:

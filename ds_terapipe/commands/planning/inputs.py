@@ -16,7 +16,7 @@ from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.choose import Request, choose
-from ds_terapipe.plan.costs.cost import MeasuredCost
+from ds_terapipe.plan.costs.cost import Cost, MeasuredCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load_model
 from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.result import Plan, seconds_text
@@ -43,6 +43,7 @@ class Inputs:
         slices: of the configuration: a number, lengths, or ``auto``.
         notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
+        parts: costs of several stages on each place; None: those of the source.
     """
 
     source: Source
@@ -51,6 +52,12 @@ class Inputs:
     slices: int | tuple[int, ...] | str
     notes: tuple[str, ...]
     cuts: bool = True
+    parts: Cost | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """The costs of the stages."""
+        return self.source.cost(self.sequences) if self.parts is None else self.parts
 
     @property
     def units(self) -> bool:
@@ -181,7 +188,7 @@ def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0
     """
     request = replace(inputs.request, schedule=schedule or inputs.request.schedule, search_s=search_s)
     try:
-        return choose(inputs.source.cost(inputs.sequences), request)
+        return choose(inputs.cost, request)
     except ConfigError as error:
         source = inputs.source
         if isinstance(source, Analytic) and source.fixed and str(error).startswith("memory_gb: "):
