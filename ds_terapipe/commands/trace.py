@@ -86,5 +86,5 @@ def panels_of(title: str, events: Sequence[Event]) -> list[Panel]:
             grid[event.stage].append(action)
             intervals[event.stage].append(Interval(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
         what = run if run == PREDICTED else f"{run}, step {last}"
-        panels.append(Panel(f"{title}: {what}, ms", grid, intervals=intervals))
+        panels.append(Panel(f"{title}: {what}, ms", grid, intervals))
     return panels

@@ -9,16 +9,16 @@ actions.
 from __future__ import annotations
 
 from .actions import ALL, Action, Grid, Group, Op, Unit
+from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
 from .placement import PlacedStage, Placement, as_placement
-from .render import grid_text, timeline_svg, timelines_svg
+from .render import grid_text
 from .replay import Dependencies, Interval, Replay, dependencies, replay
 from .simulate import PlaceResult, Simulation, simulate
-from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, stream_deadlock
-from .timeline import Panel
-from .validate import ScheduleError, dry_run, validate
+from .timeline import Panel, timeline_svg, timelines_svg
+from .validate import ScheduleError, validate
 
 __all__ = [
     "ALL",
@@ -49,7 +49,6 @@ __all__ = [
     "complete",
     "covered_slices",
     "dependencies",
-    "dry_run",
     "forward_only",
     "given",
     "grid_from",
@@ -61,7 +60,6 @@ __all__ = [
     "replay",
     "schedule_named",
     "simulate",
-    "stream_deadlock",
     "text_of",
     "timeline_svg",
     "timelines_svg",

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 
 from .actions import Action, Grid, Op
+from .fill import most_live
 from .orders import Schedule
 from .placement import Placement
 from .validate import ScheduleError, validate
@@ -67,8 +67,4 @@ def _order(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[list
 
 
 def _bound(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[int]:
-    lives = {Op.FORWARD: 1, Op.BACKWARD: -1}
-    return [
-        max(accumulate(lives.get(a.op, 0) for a in row if placement.goes_backward(a.stage)), default=0)
-        for row in _order(grid, placement, slices)
-    ]
+    return [most_live(row, placement) for row in _order(grid, placement, slices)]

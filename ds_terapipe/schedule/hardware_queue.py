@@ -7,7 +7,7 @@ when all of its ranks' are (CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_M
 
 One queue is the hardest case. Whatever an entry waits for on another assignment of the streams to queues, it waits for on
 one queue too, and entries never take anything from each other. So a step that comes to its end on one queue does so on
-any number of queues.
+any number of queues: on a stream for each channel, and on a host that waits for each message itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from .actions import Action, Grid, Op, Unit
-from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
+from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
 
 COMPUTE = "compute"
 """Name of the stream of the computations."""

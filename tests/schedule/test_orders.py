@@ -24,7 +24,6 @@ from ds_terapipe.schedule import (
     register,
     schedule_named,
     simulate,
-    stream_deadlock,
     validate,
     with_messages,
 )
@@ -125,8 +124,6 @@ def test_every_order_is_valid_on_every_placement(name, placement, slices):
         validate(grid, slices, kind, placement)
         lowered = with_messages(grid, placement)
         validate(lowered, slices, kind, placement)
-        # pacing, not the room for messages, is why: the least room would do
-        assert not stream_deadlock(lowered, posted_ahead=1, sent_kept=0, placement=placement)
         for stage in range(len(placement.stages)):
             back = [a for a in grid[placement.place_of(stage)] if a.stage == stage and a.op is Op.BACKWARD]
             assert len(back) == sum(slices) * placement.goes_backward(stage) * (kind == name)
@@ -182,7 +179,6 @@ def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places
     placement = Placement.interleaved(places, chunks, forward_only=min(frozen, places * chunks - 1))
     lowered = with_messages(order("interleaved", placement, slices), placement)
     validate(lowered, slices, "interleaved", placement)
-    assert not stream_deadlock(lowered, posted_ahead=1, sent_kept=0, placement=placement)
     # Narayanan et al. 2021, section 2.2.2: (K - 1) (t_f + t_b) / v beside the ideal of all units
     whole = Placement.interleaved(places, chunks)
     times = {Op.FORWARD: 1 / chunks, Op.BACKWARD: 2 / chunks}

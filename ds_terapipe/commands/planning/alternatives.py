@@ -151,7 +151,7 @@ def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | No
     """Return the picture of a step, in milliseconds where costs are seconds."""
     scale = 1.0 if inputs.units else 1e3
     intervals = [[Interval(scale * each.start, scale * each.end) for each in places] for places in run.intervals]
-    return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals=intervals, placement=placement)
+    return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals, placement)
 
 
 def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:

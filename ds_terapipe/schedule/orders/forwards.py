@@ -9,11 +9,11 @@ from ..actions import Action, Op
 from ..placement import Placement
 from .registry import Schedule, register
 from .segments import placed
-from .units import ascending
+from .units import ascending, passes
 
 
 def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
-    return [Action(Op.FORWARD, stage, unit) for unit in ascending(slices)]
+    return passes(Op.FORWARD, stage, ascending(slices))
 
 
 def _none(placement: Placement, slices: Sequence[int]) -> list[int]:

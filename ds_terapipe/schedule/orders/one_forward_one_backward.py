@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..actions import Action
+from ..actions import Action, Op
 from .registry import Schedule, register
 from .segments import bounded, placed
-from .units import alternate, ascending, descending
+from .units import alternate, ascending, descending, passes
 
 
 def row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
     """Return the order of one of so many stages, each on a place of its own."""
-    return alternate(stage, ascending(slices), descending(slices), _warm_up(stage, stages, slices))
+    forward, backward = passes(Op.FORWARD, stage, ascending(slices)), passes(Op.BACKWARD, stage, descending(slices))
+    return alternate(forward, backward, _warm_up(stage, stages, slices))
 
 
 def live(stage: int, stages: int, slices: Sequence[int]) -> int:

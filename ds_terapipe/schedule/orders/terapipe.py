@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..actions import Action
+from ..actions import Action, Op
 from .registry import Schedule, register
 from .segments import bounded, placed
-from .units import alternate, ascending
+from .units import ascending, passes
 
 
 def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
     forward = ascending(slices)
-    return alternate(stage, forward, forward[::-1], len(forward))
+    return [*passes(Op.FORWARD, stage, forward), *passes(Op.BACKWARD, stage, forward[::-1])]
 
 
 def _live(stage: int, stages: int, slices: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ _LOOP = "tests/schedule/test_simulate.py -k event_loop"
 _AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
 _BEGIN, _FOUND = "        return turn.slices\n", "            return None if other else cost\n"
 _WINNER = "    return 1 + ratios.index(max(ratios)) if max(ratios, default=0.0) > worse else 0\n"
-_SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
+_SOURCE = "                also = messages.popleft()[1]\n"
 
 KNOWN = (
     Known("filling makes weight gradients twice", "schedule.fill", "            pending.clear()\n", "",
@@ -68,9 +68,9 @@ KNOWN = (
     Known("the slowest slice is not bounded", "plan.slices",
           "    bound = best.slowest\n", "    return best\n    bound = best.slowest\n", _SLICES + "programme_finds"),
     Known("a receive does not wait for its message", "schedule.replay", _SOURCE,
-          "            channel.messages.popleft()\n            also_after.append(at)\n", _LOOP),
+          "                messages.popleft()\n", _LOOP),
     Known("a message does not wait for the one before it", "schedule.replay",
-          "            also_after.append(link.last)\n", "            also_after.append(at)\n", _LOOP),
+          "also, last[link] = last[link], node\n", "last[link] = node\n", _LOOP),
     Known("weight gradients take no time", "schedule.replay", "            out.append(duration(action))\n",
           "            out.append(0.0 if op is _W else duration(action))\n", _LOOP),
     Known("weight gradients of some slices take as long as of all", "plan.evaluate",
