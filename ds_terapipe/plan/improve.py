@@ -103,19 +103,8 @@ def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> It
 
 def _problem(times: StepTimes, request: Request, schedule: str, lengths: tuple[int, ...]) -> Problem:
     """Return the step in these slices as a problem of search."""
-    slices, total = [len(lengths)] * times.micro_batches, sum(lengths)
-    forward, backward, weights, messages = (each.tolist() for each in times.slice_seconds(lengths))
-
-    def seconds(action: Action) -> float:
-        op, stage, unit, _ = action
-        if op is Op.WEIGHT_GRADIENTS:
-            return float(weights[stage] * lengths[unit.slice] / total)
-        return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
-
-    def message(action: Action) -> float:
-        boundary = action.stage if action.op is Op.SEND_FORWARD else action.stage - 1
-        return float(messages[boundary][action.unit.slice])
-
+    slices = [len(lengths)] * times.micro_batches
+    seconds, message = times.by_action(lengths, lambda action: lengths[action.unit.slice])
     apart = times.weights_once and len(lengths) > 1
     problem = Problem(times.placement, slices, seconds, message, apart=apart)
     if request.memory is None or request.memory_gb is None:

@@ -73,7 +73,7 @@ class StageRun:
         self._micro_batches = counted_micro_batches(engine.gradient_accumulation_steps())
         self._module = module = engine.module
         self._number = number = engine.stage_id
-        coming = before is not None and any(form.requires_grad for form in before.forms)
+        coming = before is not None and any(each.needs_grad for each in before.spec.tensors)
         trains = coming or any(parameter.requires_grad for parameter in module.parameters())
         stages, chunks = engine.num_stages, ModelChunks(module)
         placement = Placement.of(range(stages), chunks.parts, 0 if trains else number + 1)

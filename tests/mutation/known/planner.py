@@ -74,7 +74,7 @@ KNOWN = (
     Known("weight gradients take no time", "schedule.replay", "            out.append(duration(action))\n",
           "            out.append(0.0 if op is _W else duration(action))\n", _LOOP),
     Known("weight gradients of some slices take as long as of all", "plan.evaluate",
-          "weights[stage] * sum(lengths[i] for i in covered[action]) / (total * group.groups)", "weights[stage]",
+          "weights[stage] * tokens(action) / total", "weights[stage]",
           "tests/plan/test_choose.py -k work_of_every"),
     Known("operands are let go with the first of a micro-batch's weight gradients", "plan.costs.memory",
           "sum(self._lengths[index] for index in self._covered[action]) / group.groups", "self._whole",
