@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from .actions import Action, Grid, Op
-from .fill import most_live
-from .orders import Schedule
+from .orders import Schedule, held_by
 from .placement import Placement
 from .validate import ScheduleError, validate
 
@@ -59,12 +58,9 @@ def check_text(text: Sequence[str], placement: Placement, slices: Sequence[int])
 def given(text: Text) -> Schedule:
     """Return the schedule of a text; slices that a micro-batch does not have are left out of it."""
     grid = grid_from(text)
-    return Schedule(SEARCHED, partial(_order, grid), partial(_bound, grid))
+    order = partial(_order, grid)
+    return Schedule(SEARCHED, order, held_by(order))
 
 
 def _order(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     return [[action for action in row if action.unit.slice < slices[action.unit.micro_batch]] for row in grid]
-
-
-def _bound(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[int]:
-    return [most_live(row, placement) for row in _order(grid, placement, slices)]

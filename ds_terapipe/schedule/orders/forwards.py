@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..actions import Action, Op
-from ..placement import Placement
-from .registry import Schedule, register
+from .registry import Schedule, held_by, register
 from .segments import placed
 from .units import ascending, passes
 
@@ -16,8 +15,5 @@ def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
     return passes(Op.FORWARD, stage, ascending(slices))
 
 
-def _none(placement: Placement, slices: Sequence[int]) -> list[int]:
-    return [0] * placement.places
-
-
-FORWARD_ONLY = register(Schedule("forward_only", partial(placed, _row), _none))
+_order = partial(placed, _row)
+FORWARD_ONLY = register(Schedule("forward_only", _order, held_by(_order)))

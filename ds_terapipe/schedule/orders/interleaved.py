@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ..actions import Action, Unit
 from ..placement import Placement
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
-from .registry import Schedule, register
+from .registry import Schedule, held_by, register
 from .rounds import Around, in_turn
 from .units import ascending, descending
 
@@ -24,11 +24,6 @@ from .units import ascending, descending
 def _order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     around = _around(placement, slices)
     return ONE_FORWARD_ONE_BACKWARD.order(placement, slices) if around is None else around.rows(placement)
-
-
-def _bound(placement: Placement, slices: Sequence[int]) -> list[int]:
-    around = _around(placement, slices)
-    return ONE_FORWARD_ONE_BACKWARD.bound(placement, slices) if around is None else around.most(placement)
 
 
 def _around(placement: Placement, slices: Sequence[int]) -> Around | None:
@@ -44,4 +39,4 @@ def _around(placement: Placement, slices: Sequence[int]) -> Around | None:
     return Around(blocks(forward), blocks(backward), ahead=2)
 
 
-INTERLEAVED = register(Schedule("interleaved", _order, _bound))
+INTERLEAVED = register(Schedule("interleaved", _order, held_by(_order)))

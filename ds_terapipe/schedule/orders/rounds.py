@@ -40,14 +40,6 @@ class Around(NamedTuple):
         rows = (alternate(*self._passes(placement, place)) for place in range(placement.places))
         return [[a for a in row if a.op is Op.FORWARD or placement.goes_backward(a.stage)] for row in rows]
 
-    def most(self, placement: Placement) -> list[int]:
-        """The most pairs of stage and unit that are live on each place."""
-        units, most = sum(map(len, self.forward)), []
-        for place in range(placement.places):
-            trained = sum(map(placement.goes_backward, placement.stages_on(place)))
-            most.append(min(self._passes(placement, place)[-1] + 1, trained * units))
-        return most
-
     def _passes(self, placement: Placement, place: int) -> tuple[list[Action], list[Action], int]:
         """Return forwards and backwards, and how many forwards come before the first pair of both."""
         stages = placement.stages_on(place)
@@ -68,21 +60,12 @@ def fits(placement: Placement) -> bool:
 
 def order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     """The forward and backward passes on each place."""
-    return _around(placement, slices).rows(placement)
-
-
-def bound(placement: Placement, slices: Sequence[int]) -> list[int]:
-    """The most pairs of stage and unit that are live on each place."""
-    return _around(placement, slices).most(placement)
-
-
-def _around(placement: Placement, slices: Sequence[int]) -> Around:
     groups: list[list[Unit]] = [[]]
     for unit in ascending(slices):
         if unit.slice == 0 and len(groups[-1]) >= placement.places:
             groups.append([])
         groups[-1].append(unit)
-    return Around(groups, [_last_slice_first(group) for group in groups], ahead=1)
+    return Around(groups, [_last_slice_first(group) for group in groups], ahead=1).rows(placement)
 
 
 def _last_slice_first(units: Iterable[Unit]) -> list[Unit]:

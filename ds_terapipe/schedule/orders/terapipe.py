@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..actions import Action, Op
-from .registry import Schedule, register
-from .segments import bounded, placed
+from .registry import Schedule, held_by, register
+from .segments import placed
 from .units import ascending, passes
 
 
@@ -19,8 +19,5 @@ def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
     return [*passes(Op.FORWARD, stage, forward), *passes(Op.BACKWARD, stage, forward[::-1])]
 
 
-def _live(stage: int, stages: int, slices: Sequence[int]) -> int:
-    return len(ascending(slices))
-
-
-TERAPIPE = register(Schedule("terapipe", partial(placed, _row), partial(bounded, _live), "TeraPipe, flush"))
+_order = partial(placed, _row)
+TERAPIPE = register(Schedule("terapipe", _order, held_by(_order), "TeraPipe, flush"))
