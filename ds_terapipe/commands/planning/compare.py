@@ -53,12 +53,7 @@ def compare(
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))
     said = verdicts(inputs, best.step_s, len(best.slices) > 1, alternatives, why_not)
     data = {
-        "seq_length": request.seq_length,
-        "stages": request.stages,
-        "micro_batches": request.micro_batches,
-        "sequences": inputs.sequences,
-        "unit_costs": inputs.units,
-        "costs": inputs.source.text,
+        **inputs.figures,
         "schedules": [
             {"name": each.name, "schedule": each.kind, "slices": list(each.slices), **each.figures()} for each in rows
         ],

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
@@ -63,6 +63,19 @@ class Inputs:
     def units(self) -> bool:
         """Whether no cost was given; seconds are those of `cost_sources.UnitCost`."""
         return isinstance(self.source, Units)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The sizes and the costs for JSON."""
+        request = self.request
+        return {
+            "seq_length": request.seq_length,
+            "stages": request.stages,
+            "micro_batches": request.micro_batches,
+            "sequences": self.sequences,
+            "unit_costs": self.units,
+            "costs": self.source.text,
+        }
 
     @property
     def lines(self) -> list[str]:
