@@ -24,6 +24,7 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
 from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
+from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.tracing.chrome import events_of, write
 
@@ -136,8 +137,7 @@ def named_lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
 def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
     if count > total:
         raise bad_value(key, count, f"at most the tokens of a sequence, {total}", str(min(8, total)))
-    length, longer = divmod(total, count)
-    return tuple(length + (i < longer) for i in range(count))
+    return even(total, count)
 
 
 def _chosen(

@@ -20,6 +20,7 @@ from ds_terapipe.schedule import (
     complete,
     covered_slices,
     dependencies,
+    given,
     order,
     simulate,
     with_weight_gradients,
@@ -38,6 +39,20 @@ class SliceSeconds(NamedTuple):
     backward: _Array
     weights: _Array
     messages: _Array
+
+
+class Candidate(NamedTuple):
+    """A step under a schedule: its simulated seconds, the tokens of each slice, and the order of a searched schedule."""
+
+    seconds: float
+    schedule: str
+    lengths: tuple[int, ...]
+    order: tuple[str, ...] | None = None
+
+    @property
+    def runs(self) -> str | Schedule:
+        """The schedule, as `schedule.order` takes it."""
+        return self.schedule if self.order is None else given(self.order)
 
 
 class StepTimes:

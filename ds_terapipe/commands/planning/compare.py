@@ -21,7 +21,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, given, schedule_named
+from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -84,7 +84,7 @@ def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> 
             schedule, lengths = named.schedule, named.slices
         elif search_s and not why_not(times := request.times(on.cost), schedule, lengths):
             better = improve(times, request, schedule, [lengths])
-            found = None if better is None else (given(better.order), lengths)
+            found = None if better is None else (better.runs, lengths)
         if name:
             yield row(on, f"{schedule}{name}, 2 stages a place, {len(lengths)} slices", schedule, lengths)
         if found is not None:
