@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from .errors import ConfigError, nearest
 from .names import KEYS, SAME_LOSS, TYPES, is_on
@@ -200,13 +200,11 @@ def _build(
 def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wanted: Wanted) -> Any:
     """Read ``optimizer`` and ``scheduler`` as arguments of ``deepspeed.initialize``."""
     key = "optimizer.type" if wanted.optimizer else "scheduler.type"
-    try:
+    with _able(key):
         from . import compat
 
         compat.require(key)
         from .optim import json_keys
-    except Exception as reason:
-        _cannot_run(key, reason)
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
@@ -216,7 +214,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
     """
     key = ELASTIC_PIPELINE if is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
-    try:
+    with _able(key):
         from . import compat, refusals
         from .pipeline.engine import TokenPipelineEngine
         from .pipeline.teardown import check_open
@@ -231,8 +229,6 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
             from .elastic.saved.named import PlacedController
 
             parts["controller"] = PlacedController()
-    except Exception as reason:
-        _cannot_run(key, reason)
 
     beside, model = _written(config), given.get("model")
     refusals.check_model_class(model, beside)
@@ -296,11 +292,16 @@ def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     return settings
 
 
-def _cannot_run(key: str, reason: Exception) -> NoReturn:
-    if isinstance(reason, ConfigError):
-        raise reason
-    message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
-    raise RuntimeError(message) from reason
+@contextmanager
+def _able(key: str) -> Iterator[None]:
+    """Raise what keeps the package from running here in the name of the key that asks for it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as reason:
+        message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
+        raise RuntimeError(message) from reason
 
 
 @contextmanager
