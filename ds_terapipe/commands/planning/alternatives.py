@@ -67,8 +67,7 @@ def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, 
     request = inputs.request
     run = request.times(inputs.cost).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
-    where = request.where
-    return _row(inputs, kind or str(schedule), name, slices, run, peak, None, len(where.stages) // where.places)
+    return _row(inputs, kind or str(schedule), name, slices, run, peak, request.placement)
 
 
 def interleaved(inputs: Inputs) -> Row | str:
@@ -166,16 +165,20 @@ def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
             for stage, place in zip(request.memory.stages, run.places, strict=True)
         )
     name = f"interleaved 1F1B, {chunks} chunks per stage"
-    return _row(inputs, "interleaved", name, whole, run, peak, placement, chunks)
+    return _row(inputs, "interleaved", name, whole, run, peak, placement)
 
 
 def _row(
-    inputs: Inputs, kind: str, name: str, slices: tuple[int, ...], run: Simulation, peak: float | None,
-    placement: Placement | None = None, chunks: int = 1,
-) -> Row:  # fmt: skip
+    inputs: Inputs,
+    kind: str,
+    name: str,
+    slices: tuple[int, ...],
+    run: Simulation,
+    peak: float | None,
+    placement: Placement | None,
+) -> Row:
     request = inputs.request
+    chunks = 1 if placement is None else len(placement.stages) // placement.places
     live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks * inputs.sequences
     fits = peak is None or request.memory_gb is None or peak <= request.memory_gb * GIGABYTE
-    return Row(
-        kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement or request.placement
-    )
+    return Row(kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement)
