@@ -153,7 +153,8 @@ class GPTLayer(CoreLayer):
     def __init__(
         self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int, several: bool = False
     ) -> None:
-        super().__init__(config, layer_spec(config), number, rotary, seed)
+        spec = without_kernels(get_gpt_layer_local_spec(), config, CausalAttention)
+        super().__init__(config, spec, number, rotary, seed)
         self._several = several
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -163,13 +164,11 @@ class GPTLayer(CoreLayer):
         return self.run(hidden)
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """megatron-core's local GPT layer, with the modules replaced that need CUDA or fused kernels."""
-    return without_kernels(get_gpt_layer_local_spec(), config, CausalAttention)
-
-
 def without_kernels(spec: ModuleSpec, config: TransformerConfig, attention: type[nn.Module]) -> ModuleSpec:
-    """The spec of a local layer, changed in place: norms of PyTorch, and ``attention`` between queries, keys and values."""
+    """The spec of a local layer, changed in place where modules need CUDA or fused kernels.
+
+    Norms are PyTorch's, and ``attention`` stands between queries, keys and values.
+    """
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     parts = spec.submodules.self_attention.submodules
     parts.core_attention = attention

@@ -94,7 +94,8 @@ def simulate(
     ended = graph.run(durations)
     makespan = max(ended)
     busy = _busy(graph, durations, where)
-    without_messages = max(graph.run(_computations(graph, durations)))
+    alone = [s if op in _COMPUTE else 0.0 for (op, *_), s in zip(graph.actions, durations, strict=True)]
+    without_messages = max(graph.run(alone))
     even = _evened(graph, durations)
     even_busy = _busy(graph, even, where)
     even_makespan = max(graph.run(even))
@@ -113,11 +114,6 @@ def _busy(graph: Dependencies, durations: Sequence[float], where: Placement) -> 
         if op in _COMPUTE:
             of_stage[stage] += seconds
     return [sum(of_stage[stage] for stage in where.stages_on(place)) for place in range(where.places)]
-
-
-def _computations(graph: Dependencies, durations: Sequence[float]) -> list[float]:
-    """The same durations, with messages that take no time."""
-    return [s if action[0] in _COMPUTE else 0.0 for action, s in zip(graph.actions, durations, strict=True)]
 
 
 def _evened(graph: Dependencies, durations: Sequence[float]) -> list[float]:

@@ -8,7 +8,7 @@ unit more on the way. Megatron and Seq1F1B (arXiv 2406.03488) have two, which ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..actions import Action, Op, Unit
@@ -65,8 +65,5 @@ def order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
         if unit.slice == 0 and len(groups[-1]) >= placement.places:
             groups.append([])
         groups[-1].append(unit)
-    return Around(groups, [_last_slice_first(group) for group in groups], ahead=1).rows(placement)
-
-
-def _last_slice_first(units: Iterable[Unit]) -> list[Unit]:
-    return sorted(units, key=lambda unit: (unit.micro_batch, -unit.slice))
+    backward = [sorted(group, key=lambda unit: (unit.micro_batch, -unit.slice)) for group in groups]
+    return Around(groups, backward, ahead=1).rows(placement)
