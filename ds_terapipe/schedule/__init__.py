@@ -13,9 +13,9 @@ from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
-from .placement import PlacedStage, Placement, as_placement
+from .placement import Placement, as_placement
 from .render import grid_text
-from .replay import Dependencies, Interval, Replay, dependencies, replay
-from .simulate import PlaceResult, Simulation, simulate
+from .replay import Interval, dependencies, replay
+from .simulate import Simulation, simulate
 from .timeline import Panel, timeline_svg, timelines_svg
 from .validate import ScheduleError, validate
