@@ -12,9 +12,8 @@ from .actions import ALL, Action, Grid, Group, Op, Unit
 from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
-from .orders import (
-    NAMES, SCHEDULES, Schedule, forward_only, held_by, names_on, order, peak_live_units, register, schedule_named,
-)  # fmt: skip
+from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
+from .orders.registry import held_by
 from .placement import Placement, as_placement
 from .render import grid_text
 from .replay import Interval, dependencies, replay

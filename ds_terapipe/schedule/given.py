@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 from .actions import Action, Grid, Op
-from .orders import Schedule, held_by
+from .orders.registry import Schedule, held_by
 from .placement import Placement
 from .validate import ScheduleError, validate
 

@@ -12,7 +12,7 @@ from . import rounds
 from .forwards import FORWARD_ONLY
 from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
-from .registry import Schedule, held_by, register, schedule_named, trainable
+from .registry import Schedule, register, schedule_named, trainable
 from .zero_bubble import ZERO_BUBBLE
 
 for _module in iter_modules(__path__, f"{__name__}."):
