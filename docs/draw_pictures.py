@@ -64,7 +64,7 @@ def _panel_of(title: str, name: str, slices: int, placement: Placement | None = 
             return apart[action] / parts
         return (2 if action.op is Op.BACKWARD and not apart else 1) / parts
 
-    return Panel(title, grid, time, placement=placement)
+    return Panel.of(title, grid, time, placement)
 
 
 def _slices_of_weight_gradients(grid: Grid, slices: int) -> dict[Action, int]:

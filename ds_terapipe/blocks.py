@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from .docstrings import entries, summary
 from .errors import LARGEST_COUNT, ConfigError, bad_value, nearest, shown, unknown_key
+from .names import is_on
 from .rules import Rule, check
 
 LARGEST_GB = 10**9  # 1e18 bytes fit 64 bits
@@ -129,12 +130,9 @@ def parse(kind: type[AnyBlock], config: Mapping[str, Any], rules: Sequence[Rule]
     Raises:
         ConfigError: the block is not one, has an unknown key, or a value that breaks its rule.
     """
-    if kind.PATH not in config:
+    if not is_on(config, kind.PATH):
         return None
-    block = config[kind.PATH]
-    if isinstance(block, Mapping) and block.get("enabled") is False:
-        return None
-    settings = kind.read(block)
+    settings = kind.read(config[kind.PATH])
     check(rules, config)
     return settings
 

@@ -6,23 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from ds_terapipe.commands import (
-    check,
-    export,
-    plan,
-    prepare_data,
-    report,
-    reproduce_paper,
-    same_loss,
-    schema,
-    shapes,
-    simulate,
-    trace,
-)
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import check_json
+from ds_terapipe.commands.output import add_json, check_json
 from ds_terapipe.errors import ConfigError
+
+# Files of ds_terapipe/commands, as the help lists them.
+COMMANDS = (
+    "plan", "check", "simulate", "prepare_data", "report", "reproduce_paper", "trace", "shapes", "export", "schema", "same_loss",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,20 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ds_terapipe", description="Tools for token slices, freezing and FusedLamb in DeepSpeed trainings."
     )
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for command in (
-        plan,
-        check,
-        simulate,
-        prepare_data,
-        report,
-        reproduce_paper,
-        trace,
-        shapes,
-        export,
-        schema,
-        same_loss,
-    ):
-        command.add(commands)
+    for name in COMMANDS:
+        command = import_module(f"ds_terapipe.commands.{name}")
+        its = command.add(commands)
+        its.epilog, its.formatter_class = command.EXAMPLE, argparse.RawDescriptionHelpFormatter
+        its.set_defaults(run=command.run)
+        if name != "schema":  # which prints JSON in any case
+            add_json(its)
     return parser
 
 

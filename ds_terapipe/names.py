@@ -3,6 +3,9 @@ imports nothing but the standard library."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 KEYS = ("token_pipeline", "elastic_pipeline")
 TYPES = {"optimizer": ("FusedLamb",), "scheduler": ("LambWarmup", "MixedBatch")}
 
@@ -17,3 +20,8 @@ PLACED_STATE = "ds_terapipe_places"
 UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
 """Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""
 SAME_LOSS = "DS_TERAPIPE_SAME_LOSS"
+
+
+def is_on(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a configuration has a block, which may be none, without ``"enabled": false`` in it."""
+    return key in config and not (isinstance(config[key], Mapping) and config[key].get("enabled") is False)

@@ -13,10 +13,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from .errors import ConfigError, nearest
-from .names import KEYS, SAME_LOSS, TYPES
+from .names import KEYS, SAME_LOSS, TYPES, is_on
 
 TOKEN_PIPELINE, ELASTIC_PIPELINE = KEYS
 OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
@@ -133,7 +133,7 @@ def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
         if near:
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
     return Wanted(
-        pipeline=any(_is_on(config, key) for key in KEYS),
+        pipeline=any(is_on(config, key) for key in KEYS),
         optimizer=_names_ours(config, "optimizer", OPTIMIZERS, _deepspeeds_optimizer, given.get("optimizer")),
         scheduler=_names_ours(config, "scheduler", SCHEDULERS, _deepspeeds_scheduler, given.get("lr_scheduler")),
     )
@@ -163,10 +163,6 @@ def _deepspeeds_optimizer(kind: str) -> bool:
 def _deepspeeds_scheduler(kind: str) -> bool:
     modules = ("deepspeed.runtime.lr_schedules", "torch.optim.lr_scheduler")
     return any(hasattr(importlib.import_module(module), kind) for module in modules)
-
-
-def _switched_off(block: object) -> bool:
-    return isinstance(block, Mapping) and block.get("enabled") is False
 
 
 def _being_built() -> bool:
@@ -204,13 +200,11 @@ def _build(
 def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wanted: Wanted) -> Any:
     """Read ``optimizer`` and ``scheduler`` as arguments of ``deepspeed.initialize``."""
     key = "optimizer.type" if wanted.optimizer else "scheduler.type"
-    try:
+    with _able(key):
         from . import compat
 
         compat.require(key)
         from .optim import json_keys
-    except Exception as reason:
-        _cannot_run(key, reason)
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
@@ -219,8 +213,8 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
 
     A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
     """
-    key = ELASTIC_PIPELINE if _is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
-    try:
+    key = ELASTIC_PIPELINE if is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
+    with _able(key):
         from . import compat, refusals
         from .pipeline.engine import TokenPipelineEngine
         from .pipeline.teardown import check_open
@@ -235,8 +229,6 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
             from .elastic.saved.named import PlacedController
 
             parts["controller"] = PlacedController()
-    except Exception as reason:
-        _cannot_run(key, reason)
 
     beside, model = _written(config), given.get("model")
     refusals.check_model_class(model, beside)
@@ -275,13 +267,9 @@ def _timeout_s(config: Mapping[str, Any]) -> float:
         return TokenPipelineConfig(slices=1).timeout_s
 
 
-def _is_on(config: Mapping[str, Any], key: str) -> bool:
-    return key in config and not _switched_off(config[key])
-
-
 def _written(config: Mapping[str, Any]) -> str:
     """The block that errors name: one that the user has written."""
-    return TOKEN_PIPELINE if _is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
+    return TOKEN_PIPELINE if is_on(config, TOKEN_PIPELINE) else ELASTIC_PIPELINE
 
 
 def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,7 +278,7 @@ def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     from .config import TokenPipelineConfig, parse
 
     settings: dict[str, Any] = {TOKEN_PIPELINE: parse(config) or TokenPipelineConfig(slices=1)}
-    if _is_on(config, ELASTIC_PIPELINE):
+    if is_on(config, ELASTIC_PIPELINE):
         from .elastic import settings as elastic
 
         block = elastic.parse(config)
@@ -300,15 +288,20 @@ def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()}, beside)
     refusals.check_keys(config, given)
     refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices), beside)
-    refusals.advise(config, model, cut=_is_on(config, TOKEN_PIPELINE))
+    refusals.advise(config, model, cut=is_on(config, TOKEN_PIPELINE))
     return settings
 
 
-def _cannot_run(key: str, reason: Exception) -> NoReturn:
-    if isinstance(reason, ConfigError):
-        raise reason
-    message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
-    raise RuntimeError(message) from reason
+@contextmanager
+def _able(key: str) -> Iterator[None]:
+    """Raise what keeps the package from running here in the name of the key that asks for it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as reason:
+        message = f"{key}: ds_terapipe cannot run here ({type(reason).__name__}: {reason}), remove the key"
+        raise RuntimeError(message) from reason
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
+from ds_terapipe.plan.stages import even
 
 
 class StagedPipeline(PipelineModule):
@@ -89,7 +90,7 @@ def stage_boundaries(
         ConfigError: ``layers_per_stage`` are not positive numbers, one for each stage, that add up to ``num_layers``.
     """
     if layers_per_stage is None:
-        layers_per_stage = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
+        layers_per_stage = even(num_layers, stages)
     counts = list(layers_per_stage)
     if len(counts) != stages or sum(counts) != num_layers or min(counts) < 1:
         raise ConfigError(

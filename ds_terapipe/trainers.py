@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .names import KEYS
+from .names import KEYS, is_on
 
 MODULE = "accelerate.utils.dataclasses"
 
@@ -44,7 +44,7 @@ def _refuse(given: Any) -> None:
             return
     blocks = config if isinstance(config, Mapping) else {}
     for key in KEYS:
-        if key in blocks and not (isinstance(blocks[key], Mapping) and blocks[key].get("enabled") is False):
+        if is_on(blocks, key):
             from .errors import ConfigError
 
             caller = "transformers' Trainer" if "Trainer" in type(given).__name__ else "accelerate"

@@ -1,1 +1,1 @@
-"""Subcommands of ``ds_terapipe``, one per file: ``add`` adds its parser, ``run`` runs it."""
+"""Subcommands of ``ds_terapipe``, one per file: ``add`` makes its parser, ``run`` runs it, ``EXAMPLE`` ends its help."""

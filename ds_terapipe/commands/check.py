@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
+from ds_terapipe.commands.planning.inputs import CLUSTER, SEQ_LENGTH, check_positive
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.costs.hardware import CLUSTERS, load_cluster, load_model
+from ds_terapipe.plan.costs.hardware import load_cluster, load_model
 from ds_terapipe.plan.costs.memory import gigabytes
 
-_CLUSTER = next(iter(CLUSTERS))
-_SEQ_LENGTH = 2048
 EXAMPLE = """\
 example:
   ds_terapipe check --world 64 -- train.py --num-layers 40 --deepspeed_config ds_config.json
@@ -25,15 +24,13 @@ The script runs unchanged up to its engine, once for each distinct rank. It need
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "check",
         help="print the memory of each stage of a launch, or its error, without a GPU",
         description="Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
         "gradients, optimiser, activations and peak of each stage, and the plan.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_argument = parser.add_argument
     add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration of a script that names none")
@@ -41,7 +38,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_argument(
         "--seq-length", type=int, metavar="L", help="tokens of a sequence (default: the script's --seq-length)"
     )
-    add_argument("--cluster", metavar="FILE", help=f"devices that must hold the launch: a JSON file, or {_CLUSTER}")
+    add_argument("--cluster", metavar="FILE", help=f"devices that must hold the launch: a JSON file, or {CLUSTER}")
     add_argument(
         "--model", metavar="FILE", help="a model in place of a script: a JSON file or a name, as in `ds_terapipe plan`"
     )
@@ -50,21 +47,17 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--tensor-parallel", type=int, metavar="T", default=1, help="devices that share its layers (default: 1)"
     )
     add_argument("script", nargs="*", metavar="-- SCRIPT ARGS", help="training script and its arguments")
-    add_json(parser)
-    parser.set_defaults(run=check)
+    return parser
 
 
-def check(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the table and the plan.
 
     Raises:
         ConfigError: an argument, or an error of the launch that shows when all stages are known. CommandError: any other
             error of the launch, or a stage that does not fit into a device of ``--cluster``.
     """
-    for name in ("world", "seq_length", "stages", "tensor_parallel"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
+    check_positive(options, ("world", "seq_length", "stages", "tensor_parallel"))
     if bool(options.script) == bool(options.model):
         got = None if options.model is None else [options.model, *options.script[:1]]
         raise bad_value("check", got, "told one of a script and a model", "-- train.py and its arguments, or --model")
@@ -75,7 +68,7 @@ def check(options: argparse.Namespace) -> None:
     from ds_terapipe.commands.checking.ranks import check_launch
     from ds_terapipe.commands.checking.table import as_json, table
 
-    cluster = load_cluster(options.cluster or _CLUSTER)
+    cluster = load_cluster(options.cluster or CLUSTER)
     script = tuple(options.script) if options.script else _of_sizes(options)
     task = Task(
         0,
@@ -103,7 +96,7 @@ def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     """The script that builds the model of ``--model``, and its arguments."""
     model = load_model(options.model)
     path = options.model if model.name == options.model else str(Path(options.model).absolute())
-    options.seq_length = options.seq_length or _SEQ_LENGTH
+    options.seq_length = options.seq_length or SEQ_LENGTH
     sizes = (options.stages, options.tensor_parallel, options.seq_length)
     return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
 

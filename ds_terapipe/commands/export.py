@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 
 EXAMPLE = """\
 example:
@@ -16,15 +16,13 @@ example:
 _TYPES = ("fp32", "bf16", "fp16")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "export",
         help="turn a checkpoint of a Hugging Face pipeline into a folder for from_pretrained",
         description="Turn a checkpoint of a pipeline of ds_terapipe.hf.pipeline into a folder that "
         "AutoModelForCausalLM.from_pretrained loads. Stages, replicas and ZeRO-1 may be any.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a step, or of all steps: the latest one counts"
@@ -35,11 +33,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         choices=_TYPES,
         help="type of the weights (default: fp32 where the checkpoint has fp32 masters, otherwise the saved type)",
     )
-    add_json(parser)
-    parser.set_defaults(run=export)
+    return parser
 
 
-def export(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write the folder, and print its size.
 
     Raises:

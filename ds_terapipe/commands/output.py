@@ -30,13 +30,9 @@ def check_json(options: argparse.Namespace) -> None:
     path = getattr(options, "json", None)
     if path and path != "-":
         there = Path(path).exists()
-        try:
-            with open(path, "a", encoding="utf-8"):
-                pass
-            if not there:
-                Path(path).unlink()
-        except OSError as error:
-            raise CommandError(f"--json: cannot write {path} ({error.strerror or error})") from error
+        write_text("--json", path, "", mode="a")
+        if not there:
+            Path(path).unlink()
 
 
 def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
@@ -51,7 +47,13 @@ def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> Non
         return
     print(text)
     if options.json:
-        try:
-            Path(options.json).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"--json: cannot write {options.json} ({error.strerror or error})") from error
+        write_text("--json", options.json, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(argument: str, path: str, text: str, mode: str = "w") -> None:
+    """Write a file that an argument names. Raises CommandError where it cannot be written."""
+    try:
+        with open(path, mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"{argument}: cannot write {path} ({error.strerror or error})") from error

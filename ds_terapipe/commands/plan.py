@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
@@ -32,24 +32,21 @@ _SIZES = 6  # of micro-batches that are compared with the given one
 _WORTH = 0.001  # a gain that is worth a line
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "plan",
         help="choose the fastest slices and schedule for a model, a cluster and a batch",
         description="Choose slices and schedule by simulation, within the memory of a device. Print the plan above the "
         "alternatives that are slower: other slices, stages and micro-batches, interleaving, tensor parallelism.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_inputs(parser)
     add_frozen(parser)
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
-    add_json(parser)
-    parser.set_defaults(run=plan)
+    return parser
 
 
-def plan(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead.
 
     Raises:
@@ -92,7 +89,7 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
         other = placed(replace(inputs, source=source.with_layout(best.layers)), found.placement)
         step_s = found.step_s
         if other is not None:
-            times = other.request.times(other.source.cost(inputs.sequences))
+            times = other.request.times(other.cost)
             step_s = times.seconds(found.runs, found.slices) + found.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.preparing.dataset import write_dataset
 from ds_terapipe.commands.preparing.texts import Reader, pieces_of
 from ds_terapipe.commands.preparing.tokens import BYTE_VOCABULARY, END_OF_DOCUMENT, LONGEST_SENTENCE, encoding_of
@@ -27,7 +27,7 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "prepare-data",
@@ -35,8 +35,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. "
         f"Without --tokenizer a token is a byte, and token {END_OF_DOCUMENT} ends a document. --vocab-size is then "
         f"{BYTE_VOCABULARY}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--input",
@@ -85,11 +83,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="divisor of the padded vocabulary that the command prints (default: %(default)s, as in train.py)",
     )
-    add_json(parser)
-    parser.set_defaults(run=prepare_data)
+    return parser
 
 
-def prepare_data(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither.
 
     Raises:

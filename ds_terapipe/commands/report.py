@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import ds_terapipe.compat as compat
 from ds_terapipe.autoload import SWITCH
 from ds_terapipe.build_locks import REMOVE, locks, remove_stale
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.shared_memory import left_behind
 from ds_terapipe.version import __version__
@@ -49,7 +49,7 @@ class OpLine(NamedTuple):
     remark: str = ""
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "report",
@@ -57,8 +57,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and "
         "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
         "DeepSpeed's buffers in shared memory.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--remove-stale-locks",
@@ -66,11 +64,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="remove locks of compilations that no process of this machine holds. No other machine that shares the folder may be "
         "compiling",
     )
-    add_json(parser)
-    parser.set_defaults(run=report)
+    return parser
 
 
-def report(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the report.
 
     Raises:

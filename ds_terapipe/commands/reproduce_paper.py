@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.progress import progress
 
 EXAMPLE = """\
@@ -15,7 +15,7 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "reproduce-paper",
@@ -23,8 +23,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal "
         "ones, and with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure "
         "with the paper's slices is a prediction.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--uncalibrated", action="store_true", help="take the rates of the datasheets, without calibration"
@@ -36,11 +34,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         metavar="TOKENS",
         help="divisor of the lengths of our best slices (default: %(default)s, as in the paper)",
     )
-    add_json(parser)
-    parser.set_defaults(run=reproduce_paper)
+    return parser
 
 
-def reproduce_paper(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print published and simulated times.
 
     Raises:

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.names import SAME_LOSS
 
 EXAMPLE = """\
@@ -23,26 +23,23 @@ example:
 _SHOWN = 30  # lines of a launch that failed
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "same-loss",
         help="run a launch with our keys and without, and compare the losses",
         description="Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare "
         "the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each run (default: 10)")
     parser.add_argument(
         "--most", type=float, default=1e-3, metavar="SHARE", help="largest relative difference (default: 0.001)"
     )
-    add_json(parser)
     parser.add_argument("launch", nargs="+", metavar="-- COMMAND", help="command of the launch")
-    parser.set_defaults(run=same_loss)
+    return parser
 
 
-def same_loss(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the losses of both runs and their differences.
 
     Raises:

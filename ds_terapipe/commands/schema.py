@@ -6,7 +6,6 @@ import argparse
 import inspect
 import json
 from collections.abc import Collection
-from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
@@ -14,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
 from ds_terapipe.blocks import Block
-from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.commands.output import write_text
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.docstrings import entries, summary
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
@@ -28,18 +27,16 @@ VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url"
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "schema",
         help="print the JSON schema of our keys in ds_config.json, for editors",
         description="Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no "
         "rules between keys: a training checks them at its start.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", metavar="FILE", help="write the schema to a file, and print nothing")
-    parser.set_defaults(run=run)
+    return parser
 
 
 def run(options: argparse.Namespace) -> None:
@@ -52,10 +49,7 @@ def run(options: argparse.Namespace) -> None:
     if not options.output:
         print(text)
         return
-    try:
-        Path(options.output).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--output: cannot write {options.output} ({error.strerror or error})") from error
+    write_text("--output", options.output, text + "\n")
     print(f"written to {options.output}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.inputs import write_text
 from ds_terapipe.elastic.shapes.history import read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
@@ -16,22 +16,19 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "shapes",
         help="print or draw the shapes of an elastic pipeline",
         description="Print or draw the shapes of a training with elastic_pipeline, with the layers of each process.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", metavar="FILE", help="file of elastic_pipeline.history_path")
     parser.add_argument("--output", metavar="FILE", help="draw the shapes into an SVG file, and print nothing")
-    add_json(parser)
-    parser.set_defaults(run=shapes)
+    return parser
 
 
-def shapes(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the shapes, or draw them.
 
     Raises:

@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import panel
 from ds_terapipe.commands.planning.compare import compare
 from ds_terapipe.commands.planning.inputs import (
@@ -24,6 +24,7 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
 from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
+from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.tracing.chrome import events_of, write
 
@@ -40,15 +41,13 @@ DEFAULT_SCHEDULE = "1f1b"
 _PARTS = ("busy", "idle", "fill", "imbalance", "messages")  # of a stage's time
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "simulate",
         help="time, draw and compare schedules",
         description="Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its "
         "memory. Without costs, a sequence takes 1 forward and 2 backward on each stage.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_inputs(parser)
     parser.add_argument("--slices", metavar="N|L,L", help=f"{_RULE}: 8, or 512,512, or 128x16 (default: the best)")
@@ -60,11 +59,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as an SVG file")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")
-    add_json(parser)
-    parser.set_defaults(run=simulate)
+    return parser
 
 
-def simulate(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print a step's time; draw it and write its trace on request.
 
     Raises:
@@ -139,8 +137,7 @@ def named_lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
 def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
     if count > total:
         raise bad_value(key, count, f"at most the tokens of a sequence, {total}", str(min(8, total)))
-    length, longer = divmod(total, count)
-    return tuple(length + (i < longer) for i in range(count))
+    return even(total, count)
 
 
 def _chosen(
@@ -161,7 +158,7 @@ def _one(
 ) -> tuple[list[str], dict[str, Any], list[Panel]]:
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
-    found = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
+    found = request.times(inputs.cost).simulate(schedule, slices)
     memory = request.memory_of(schedule, slices)
     if trace is not None:
         about = {"schedule": str(schedule), "slices": list(slices), "costs": inputs.source.text}
@@ -172,13 +169,8 @@ def _one(
     data = {
         "schedule": str(schedule),
         "slices": list(slices),
-        "seq_length": request.seq_length,
-        "stages": request.stages,
-        "micro_batches": request.micro_batches,
-        "sequences": inputs.sequences,
+        **inputs.figures,
         "weights_once": request.weights_once,
-        "unit_costs": inputs.units,
-        "costs": inputs.source.text,
         "predicted_step_s": found.makespan + request.overhead_s,
         "overhead_s": request.overhead_s,
         "bubble": {"total": found.bubble, **found.bubble_shares},

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import add_json, show
+from ds_terapipe.commands.output import show
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.schedule import Action, Panel, timelines_svg
 from ds_terapipe.schedule.replay import Interval
@@ -22,25 +22,22 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add the subcommand to the parser of ``ds_terapipe``."""
     parser = commands.add_parser(
         "trace",
         help="summarise, draw and merge traces",
         description="Print each stage's time of computing, of waiting for each other stage, and its bubble. "
         "token_pipeline.trace_path and `ds_terapipe simulate` with --trace write traces.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Chrome trace files")
     parser.add_argument("--step", type=int, metavar="N", help="step to read (default: all; for a picture: the last)")
     parser.add_argument("--picture", metavar="FILE", help="draw the traces below each other into an SVG file")
     parser.add_argument("--merged", metavar="FILE", help="write all events into one Chrome trace file")
-    add_json(parser)
-    parser.set_defaults(run=trace)
+    return parser
 
 
-def trace(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print the summary; write the picture and the merged file where asked.
 
     Raises:
@@ -89,5 +86,5 @@ def panels_of(title: str, events: Sequence[Event]) -> list[Panel]:
             grid[event.stage].append(action)
             intervals[event.stage].append(Interval(1e3 * (event.start - zero), 1e3 * (event.end - zero)))
         what = run if run == PREDICTED else f"{run}, step {last}"
-        panels.append(Panel(f"{title}: {what}, ms", grid, intervals=intervals))
+        panels.append(Panel(f"{title}: {what}, ms", grid, intervals))
     return panels

@@ -13,13 +13,16 @@ from ds_terapipe.errors import ConfigError
 
 
 class _Attention(nn.Module):
-    """Base of both kinds: ``softmax(scale * q k^T) v``; grouped-query heads if there are fewer keys than queries.
+    """``softmax(scale * q k^T) v`` with the interface of megatron-core's ``DotProductAttention``, which needs CUDA.
 
-    ``apply_query_key_layer_scaling`` changes nothing: the softmax is computed in fp32 anyway.
+    Heads are grouped if there are fewer keys than queries. ``apply_query_key_layer_scaling`` changes nothing: the softmax is
+    computed in fp32 anyway.
     """
 
     mask_types: tuple[AttnMaskType, ...]
     kind: str  # of attention, for errors
+    refuses: str  # with what it must be instead, for errors
+    is_bidirectional: bool  # which refusals/ refuses where sequences are cut
 
     def __init__(
         self,
@@ -41,17 +44,40 @@ class _Attention(nn.Module):
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, **which: Any) -> Tensor:
-        """Compute attention over keys that ``which``, arguments of PyTorch's attention, makes visible. Shapes below."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attend to the visible keys.
+
+        Args:
+            query: [s, b, heads, d].
+            key: [s, b, groups, d].
+            value: [s, b, groups, d].
+            attention_mask: bool, broadcast to [b, heads, s, s]; True: hidden.
+
+        Returns:
+            [s, b, heads * d].
+        """
+        others = attention_bias, packed_seq_params, None if self.is_bidirectional else attention_mask
+        if any(other is not None for other in others):
+            raise ConfigError(f"core_attention: got {self.refuses}")
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         context = F.scaled_dot_product_attention(
             q,
             k,
             v,
+            attn_mask=None if attention_mask is None else ~attention_mask,
             dropout_p=self.dropout if self.training else 0.0,
+            is_causal=not self.is_bidirectional,
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            **which,
         )
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
@@ -60,85 +86,29 @@ class _Attention(nn.Module):
 
 
 class CausalAttention(_Attention):
-    """Causal attention with the interface of megatron-core's ``DotProductAttention``, which needs CUDA."""
+    """Attention to the keys up to each query."""
 
-    mask_types, kind = (AttnMaskType.causal,), "causal"
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """Attend to the keys up to each query.
-
-        Args:
-            query: [s, b, heads, d].
-            key: [s, b, groups, d].
-            value: [s, b, groups, d].
-
-        Returns:
-            [s, b, heads * d].
-        """
-        if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
-            raise ConfigError("core_attention: got a mask, a bias or packed sequences, must be plain causal attention")
-        return self.attend(query, key, value, is_causal=True)
+    mask_types, kind, is_bidirectional = (AttnMaskType.causal,), "causal", False
+    refuses = "a mask, a bias or packed sequences, must be plain causal attention"
 
 
 class BidirectionalAttention(_Attention):
-    """Attention over all keys, or all that are no padding, with the interface of megatron-core's ``DotProductAttention``."""
+    """Attention to all keys, or all that are no padding."""
 
-    mask_types, kind = (AttnMaskType.padding, AttnMaskType.no_mask), "bidirectional"
-    is_bidirectional = True  # which refusals/ refuses where sequences are cut
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        """Attend to all keys that ``attention_mask``, bool and broadcast to [b, heads, s, s], does not hide (True: hidden).
-
-        The rest as in :class:`CausalAttention`.
-        """
-        if attention_bias is not None or packed_seq_params is not None:
-            raise ConfigError("core_attention: got a bias or packed sequences, must be attention over whole sequences")
-        return self.attend(query, key, value, attn_mask=None if attention_mask is None else ~attention_mask)
+    mask_types, kind, is_bidirectional = (AttnMaskType.padding, AttnMaskType.no_mask), "bidirectional", True
+    refuses = "a bias or packed sequences, must be attention over whole sequences"
 
 
-class LayerNorm(nn.LayerNorm):
-    """Layer normalisation as megatron-core builds it, in the dtype of the model's parameters."""
+class Norm:
+    """The norm that ``config.normalization`` names, as megatron-core builds it, in the dtype of the model's parameters."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark(self, config)
-
-
-class RMSNorm(nn.RMSNorm):
-    """Root mean square normalisation as megatron-core builds it, in the dtype of the model's parameters."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark(self, config)
-
-
-def _mark(norm: nn.Module, config: Any) -> None:
-    """Mark the weights of a norm as Megatron does: with sequence parallelism each rank applies them to its tokens."""
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def norm_class(config: Any) -> type[nn.Module]:
-    """The norm that ``config.normalization`` names."""
-    return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
+        """Make it; with sequence parallelism each rank applies its weights to its own tokens."""
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
 def rotary_embedding(rotary: Any, start: int, length: int, device: torch.device) -> Tensor:

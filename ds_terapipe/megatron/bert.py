@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,7 +21,7 @@ from ds_terapipe.megatron.bert_layers import (
     tied_vocabulary,
 )
 from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
-from ds_terapipe.megatron.layers import Rotary
+from ds_terapipe.megatron.layers import Rotary, with_vocabulary
 from ds_terapipe.megatron.loss import PretrainingLoss, classification_loss
 from ds_terapipe.staged_pipeline import StagedPipeline
 
@@ -110,21 +110,9 @@ def bert_pipeline(
         ]
         loss_fn = loss_fn or classification_loss
     else:
-        specs = _pretrained(embedding, [*body, LayerSpec(PretrainingHead, config, seed + last)], tied)
+        body.append(LayerSpec(PretrainingHead, config, seed + last))
+        own = None if tied else LayerSpec(Vocabulary, config, vocab_size, seed + last + 1)
+        specs = with_vocabulary(BertEmbedding, embedding, body, tied_vocabulary, own)
+        specs += [LayerSpec(VocabularyBias, config, vocab_size)] if tied else []
         loss_fn = loss_fn or PretrainingLoss()
     return BertPipeline(specs, layers_per_stage, topology, loss_fn=loss_fn, **pipeline)
-
-
-def _pretrained(embedding: tuple[Any, ...], body: list[LayerSpec], tied: bool) -> list[LayerSpec]:
-    """The layers with a vocabulary at the end; ``embedding``: arguments of :class:`BertEmbedding`."""
-    config, vocab_size, _, seed, _ = embedding
-    if not tied:
-        own = LayerSpec(Vocabulary, config, vocab_size, seed + config.num_layers + 2)
-        return [LayerSpec(BertEmbedding, *embedding), *body, own]
-    weight = "word_embeddings.weight"
-    first = TiedLayerSpec("embedding", BertEmbedding, *embedding, tied_weight_attr=weight)
-    # On the last of several stages this is a module of its own: it gets the shared table, no positions and no types.
-    shared = TiedLayerSpec(
-        "embedding", BertEmbedding, config, vocab_size, None, seed, tied_weight_attr=weight, forward_fn=tied_vocabulary
-    )
-    return [first, *body, shared, LayerSpec(VocabularyBias, config, vocab_size)]

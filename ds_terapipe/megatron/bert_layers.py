@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ds_terapipe.megatron.attention import BidirectionalAttention, norm_class
+from ds_terapipe.megatron.attention import BidirectionalAttention, Norm
 from ds_terapipe.megatron.layers import (
     CoreLayer,
     Embedding,
@@ -89,7 +89,7 @@ class PretrainingHead(nn.Module):
             self.dense = linear(config, config.hidden_size)
             self.pooler = linear(config, config.hidden_size)
             self.order = linear(config, 2)
-        self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Logits:
         """[s, b, hidden] to (the same, logits of the order [b, 2])."""

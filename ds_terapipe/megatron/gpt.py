@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
 from ds_terapipe.megatron.common import PositionEmbedding, check_causal_config, core_config, layout_of, position_table
-from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits
+from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits, with_vocabulary
 from ds_terapipe.megatron.loss import TokenLoss
 from ds_terapipe.megatron.on_cpu import replace_regions
 from ds_terapipe.pipeline.documents import Documents
@@ -92,35 +92,12 @@ def gpt_pipeline(
         replace_regions()
     positions = position_table(position_embedding, max_position_embeddings, seq_length)
     rotary = Rotary(rotary_percent, rotary_base) if positions is None else None
-    specs = _layer_specs(
-        core_config(config), vocab_size=vocab_size, positions=positions, rotary=rotary, tied=tied, seed=seed,
-        several=document_end is not None,
-    )  # fmt: skip
+    config, last = core_config(config), config.num_layers + 1
+    several = document_end is not None
+    body = [LayerSpec(GPTLayer, config, number, rotary, seed + number, several) for number in range(1, last)]
+    body.append(LayerSpec(FinalNorm, config))
+    own = None if tied else LayerSpec(OutputHead, config, vocab_size, seed + last)
+    specs = with_vocabulary(Embedding, (config, vocab_size, positions, seed), body, tied_logits, own)
     made = GPTPipeline(specs, layers_per_stage, topology, loss_fn=loss_fn or TokenLoss(), **pipeline)
     made.document_end = document_end
     return made
-
-
-def _layer_specs(
-    config: TransformerConfig,
-    *,
-    vocab_size: int,
-    positions: int | None,
-    rotary: Rotary | None,
-    tied: bool,
-    seed: int,
-    several: bool,
-) -> list[LayerSpec]:
-    last = config.num_layers + 1
-    layers = [LayerSpec(GPTLayer, config, number, rotary, seed + number, several) for number in range(1, last)]
-    norm = LayerSpec(FinalNorm, config)
-    if not tied:
-        first = LayerSpec(Embedding, config, vocab_size, positions, seed)
-        return [first, *layers, norm, LayerSpec(OutputHead, config, vocab_size, seed + last)]
-    weight = "word_embeddings.weight"
-    first = TiedLayerSpec("embedding", Embedding, config, vocab_size, positions, seed, tied_weight_attr=weight)
-    # On the last of several stages this is a module of its own: it gets the shared table, and no positions.
-    head = TiedLayerSpec(
-        "embedding", Embedding, config, vocab_size, None, seed, tied_weight_attr=weight, forward_fn=tied_logits
-    )
-    return [first, *layers, norm, head]

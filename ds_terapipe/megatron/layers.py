@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
@@ -21,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.attention import CausalAttention, norm_class, rotary_embedding
+from ds_terapipe.megatron.attention import CausalAttention, Norm, rotary_embedding
 from ds_terapipe.megatron.parallel import process_groups
 from ds_terapipe.pipeline.operators.context import current_span
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
@@ -151,7 +153,8 @@ class GPTLayer(CoreLayer):
     def __init__(
         self, config: TransformerConfig, number: int, rotary: Rotary | None, seed: int, several: bool = False
     ) -> None:
-        super().__init__(config, layer_spec(config), number, rotary, seed)
+        spec = without_kernels(get_gpt_layer_local_spec(), config, CausalAttention)
+        super().__init__(config, spec, number, rotary, seed)
         self._several = several
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -161,19 +164,16 @@ class GPTLayer(CoreLayer):
         return self.run(hidden)
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """megatron-core's local GPT layer, with the modules replaced that need CUDA or fused kernels."""
-    return without_kernels(get_gpt_layer_local_spec(), config, CausalAttention)
-
-
 def without_kernels(spec: ModuleSpec, config: TransformerConfig, attention: type[nn.Module]) -> ModuleSpec:
-    """The spec of a local layer, changed in place: norms of PyTorch, and ``attention`` between queries, keys and values."""
-    norm = norm_class(config)
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    """The spec of a local layer, changed in place where modules need CUDA or fused kernels.
+
+    Norms are PyTorch's, and ``attention`` stands between queries, keys and values.
+    """
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     parts = spec.submodules.self_attention.submodules
     parts.core_attention = attention
     if config.qk_layernorm:
-        parts.q_layernorm = parts.k_layernorm = norm
+        parts.q_layernorm = parts.k_layernorm = Norm
     return spec
 
 
@@ -182,7 +182,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
+        self.norm = Norm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.norm(hidden))
@@ -207,3 +207,26 @@ class OutputHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.output_layer(hidden)[0])
+
+
+def with_vocabulary(
+    embedding: type[nn.Module],
+    arguments: tuple[Any, ...],
+    body: Sequence[LayerSpec],
+    logits: Callable[..., Any],
+    own: LayerSpec | None,
+) -> list[LayerSpec]:
+    """Put layers between a word embedding and the logits.
+
+    Args:
+        embedding, arguments: class of the first layer, and configuration, vocabulary, positions, seed and more for it.
+        body: the layers between.
+        logits: makes the logits from the embedding's table.
+        own: makes them from another one; None: they are made from the embedding's.
+    """
+    if own is not None:
+        return [LayerSpec(embedding, *arguments), *body, own]
+    config, vocab_size, _, seed, *_ = arguments
+    tied = partial(TiedLayerSpec, "embedding", embedding, tied_weight_attr="word_embeddings.weight")
+    # On the last of several stages this is a module of its own: it gets the shared table, no positions and no types.
+    return [tied(*arguments), *body, tied(config, vocab_size, None, seed, forward_fn=logits)]

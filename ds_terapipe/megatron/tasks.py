@@ -127,6 +127,7 @@ class Task(ABC):
 
     Attributes:
         needs: arguments that this model has to have.
+        iterator: makes batches of its samples.
         seq_length: tokens or patches of a sample.
         order_of_all: whether the order of samples depends on how many there are in the whole training, as megatron-core's.
 
@@ -135,11 +136,11 @@ class Task(ABC):
     """
 
     needs: tuple[str, ...] = ()
+    iterator: type[SampleIterator]
     order_of_all = True
-    seq_length: int
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+        self.args, self.seq_length = args, args.seq_length
         missing = [name for name in self.needs if getattr(args, name.removeprefix("--").replace("-", "_")) is None]
         if missing:
             raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
@@ -164,9 +165,9 @@ class Task(ABC):
             needed: whether this process reads data.
         """
 
-    @abstractmethod
     def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
         """Return micro-batches of the result of `datasets`; ``share``: see `SampleIterator`."""
+        return self.iterator(dataset, micro_batch, **share)
 
     def _check_heads(self) -> None:
         heads, groups = self.args.num_attention_heads, self.args.num_query_groups
@@ -237,10 +238,7 @@ class GPTTask(Task):
     """``--model gpt``."""
 
     needs = ("--seq-length", "--vocab-size", "--data-path")
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(args)
-        self.seq_length = args.seq_length
+    iterator = BatchIterator
 
     def model(self) -> nn.Module:
         end = Vocabulary(self.args.vocab_size, self.args.eod_id).eod if self.args.reset_attention_mask else None
@@ -261,18 +259,15 @@ class GPTTask(Task):
         )
         return train, valid
 
-    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
-        return BatchIterator(dataset, micro_batch, **share)
-
 
 class BertTask(Task):
     """``--model bert``: masked tokens and the order of two sentences."""
 
     needs = ("--seq-length", "--data-path")
+    iterator = BertBatches
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args)
-        self.seq_length = args.seq_length
         self.vocabulary = WordPieces.read(args.vocab_file) if args.vocab_file else WordPieces.of_bytes()
 
     def model(self) -> nn.Module:
@@ -296,14 +291,12 @@ class BertTask(Task):
         valid = made(self.seq_length, [0, validation, 0])[1] if validation else None
         return train, {self.seq_length: valid}
 
-    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
-        return BertBatches(dataset, micro_batch, **share)
-
 
 class ViTTask(Task):
     """``--model vit``: classes of images."""
 
     needs = ("--data",)
+    iterator = ImageBatches
     order_of_all = False
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -333,9 +326,6 @@ class ViTTask(Task):
             seed=args.seed,
         )
         return train, valid
-
-    def batches(self, dataset: Any, micro_batch: int | Callable[[], int], **share: int) -> SampleIterator:
-        return ImageBatches(dataset, micro_batch, **share)
 
 
 TASKS: dict[str, type[Task]] = {"gpt": GPTTask, "bert": BertTask, "vit": ViTTask}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.token_shares import TokenShares
+from ds_terapipe.plan.stages import even
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def slice_lengths(total: int, slices: int | Sequence[int], multiple: int = 1) ->
     if slices > most:
         limit = f"the sequence length {total}" + (f" / {multiple} ranks that share it" if multiple > 1 else "")
         raise ConfigError(f"token_pipeline.slices: got {slices}, must be at most {limit}, use e.g. {min(8, most)}")
-    length, longer = divmod(most, slices)
-    return tuple(multiple * (length + (i < longer)) for i in range(slices))
+    return tuple(multiple * length for length in even(most, slices))
 
 
 def _check_multiples(lengths: Sequence[int], multiple: int) -> None:

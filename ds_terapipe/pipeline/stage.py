@@ -44,27 +44,6 @@ class GradientRules(Protocol):
         """Return the bytes of the sums of these parameters' gradients that are not in ``grad``."""
 
 
-class PlainGradients:
-    """:class:`GradientRules` of plain PyTorch: the mean over ``micro_batches``, summed in ``grad``."""
-
-    def __init__(self, micro_batches: int) -> None:
-        self._micro_batches = micro_batches
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss divided by the number of micro-batches."""
-        return loss / self._micro_batches
-
-    def around(
-        self, parameters: Iterable[nn.Parameter], first: bool = True, last: bool = True
-    ) -> AbstractContextManager[None]:
-        """Return an empty context."""
-        return nullcontext()
-
-    def summed_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return 0: all of it is in ``grad``."""
-        return 0
-
-
 class Stage:
     """Runs its layers forward and backward, unit by unit.
 

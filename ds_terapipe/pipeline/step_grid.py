@@ -11,7 +11,6 @@ from ds_terapipe.schedule import (
     Schedule,
     ScheduleError,
     complete,
-    forward_only,
     order,
     validate,
     with_weight_gradients,
@@ -29,9 +28,8 @@ def grid_of_step(
     ``deferring``: the stages whose weight gradients are separate actions, once per micro-batch. Returns one row of
     actions per place, sends and receives included.
     """
-    computed = forward_only(placement, slices) if schedule == FORWARD_ONLY else order(schedule, placement, slices)
     apart = deferring if max(slices) > 1 else ()
-    grid = with_weight_gradients(complete(computed, placement), placement, apart)
+    grid = with_weight_gradients(complete(order(schedule, placement, slices), placement), placement, apart)
     try:
         validate(grid, slices, schedule, placement)
     except ScheduleError:

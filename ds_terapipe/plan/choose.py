@@ -11,17 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
-from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.schedule import SCHEDULES, SEARCHED, Placement, Schedule, given, names_on
+from ds_terapipe.plan.stages import even
+from ds_terapipe.schedule import SCHEDULES, Placement, Schedule, names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
@@ -121,13 +122,13 @@ def choose(cost: Cost, request: Request) -> Plan:
             "a measurement of this length, or a smaller granularity",
         )  # fmt: skip
     schedules = names_on(request.where)[::-1] if request.schedule == "auto" else (request.schedule,)
-    timed: list[_Timed] = []
-    best: _Timed | None = None
+    timed: list[Candidate] = []
+    best: Candidate | None = None
     for lengths in slicings:
         if best and times.bound(lengths) > best.seconds and len(lengths) not in _SHOWN:
             continue  # it cannot win
         for schedule in schedules:
-            found = _Timed(times.seconds(schedule, lengths), schedule, lengths)
+            found = Candidate(times.seconds(schedule, lengths), schedule, lengths)
             timed.append(found)
             if (best is None or found.seconds < best.seconds) and request.fits(schedule, lengths):
                 best = found
@@ -140,12 +141,11 @@ def choose(cost: Cost, request: Request) -> Plan:
     return replace(_plan(times, request, searched or best, timed), note=note and f"no order is searched: {note}")
 
 
-def _searched(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> _Timed | None:
+def _searched(times: StepTimes, request: Request, best: Candidate, timed: Sequence[Candidate]) -> Candidate | None:
     """Return a searched order that is worth it, in the best named one's slices or others."""
     near = [each.lengths for each in sorted(timed)]
     cuts = [*dict.fromkeys([best.lengths, *near])][:_NEAR]
-    found = improve(times, request, best.schedule, [*cuts, *other_cuts(times, request, best.lengths)])
-    return None if found is None else _Timed(found.seconds, SEARCHED, found.lengths, found.order)
+    return improve(times, request, best.schedule, [*cuts, *other_cuts(times, request, best.lengths)])
 
 
 def can_choose(cost: Cost, request: Request) -> bool:
@@ -160,24 +160,10 @@ def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...
         ConfigError: it does not fit into the memory.
     """
     times = request.times(cost)
-    only = _Timed(times.seconds(schedule, lengths), schedule, lengths)
+    only = Candidate(times.seconds(schedule, lengths), schedule, lengths)
     if not request.fits(schedule, lengths):
         raise _too_large(request, [only])
     return _plan(times, request, only, [only])
-
-
-class _Timed(NamedTuple):
-    """A candidate and its simulated seconds."""
-
-    seconds: float
-    schedule: str
-    lengths: tuple[int, ...]
-    order: tuple[str, ...] | None = None
-
-    @property
-    def runs(self) -> str | Schedule:
-        """The schedule, as `schedule.order` takes it."""
-        return self.schedule if self.order is None else given(self.order)
 
 
 def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
@@ -185,22 +171,21 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
     total, least = request.seq_length, request.least
     cuts = Cuts.of(total, request.granularity, least, request.max_slice)
     for count in range(1, min(_EQUAL, total // least) + 1):
-        length, longer = divmod(total, count)
-        lengths = tuple(length + (i < longer) for i in range(count))
+        lengths = even(total, count)
         if request.allows(lengths):
             yield lengths
     table = slice_times(cost, request.where, cuts)
-    even = even_cuts(table, max(_EVEN))
-    if not even:  # the range that was measured has no cut on these quanta
+    found = even_cuts(table, max(_EVEN))
+    if not found:  # the range that was measured has no cut on these quanta
         return
     yield cuts.lengths(best_cut(table, (request.where.places - 1) / request.micro_batches).counts)
-    yield from (cuts.lengths(even[count]) for count in _EVEN if count in even)
+    yield from (cuts.lengths(found[count]) for count in _EVEN if count in found)
 
 
-def _plan(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Timed]) -> Plan:
+def _plan(times: StepTimes, request: Request, best: Candidate, timed: Sequence[Candidate]) -> Plan:
     """Return the plan, with the fastest candidate of each schedule and number of slices."""
     simulation = times.simulate(best.runs, best.lengths)
-    listed: dict[tuple[str, int], _Timed] = {}
+    listed: dict[tuple[str, int], Candidate] = {}
     for each in sorted(timed):
         listed.setdefault((each.schedule, len(each.lengths)), each)
     options = [
@@ -227,7 +212,7 @@ def _plan(times: StepTimes, request: Request, best: _Timed, timed: Sequence[_Tim
     )
 
 
-def _too_large(request: Request, timed: Sequence[_Timed]) -> ConfigError:
+def _too_large(request: Request, timed: Sequence[Candidate]) -> ConfigError:
     """The error where nothing fits: what the thriftiest candidate takes."""
     uses, schedule, lengths = min(
         ((request.memory_of(each.schedule, each.lengths), each.schedule, each.lengths) for each in timed),

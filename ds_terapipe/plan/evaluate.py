@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from ds_terapipe.schedule import (
     complete,
     covered_slices,
     dependencies,
+    given,
     order,
     simulate,
     with_weight_gradients,
@@ -27,6 +28,7 @@ from ds_terapipe.schedule import (
 from ds_terapipe.schedule.replay import durations_of
 
 _Array = NDArray[np.float64]
+Seconds: TypeAlias = Callable[[Action], float]
 
 
 class SliceSeconds(NamedTuple):
@@ -37,6 +39,20 @@ class SliceSeconds(NamedTuple):
     backward: _Array
     weights: _Array
     messages: _Array
+
+
+class Candidate(NamedTuple):
+    """A step under a schedule: its simulated seconds, the tokens of each slice, and the order of a searched schedule."""
+
+    seconds: float
+    schedule: str
+    lengths: tuple[int, ...]
+    order: tuple[str, ...] | None = None
+
+    @property
+    def runs(self) -> str | Schedule:
+        """The schedule, as `schedule.order` takes it."""
+        return self.schedule if self.order is None else given(self.order)
 
 
 class StepTimes:
@@ -125,18 +141,15 @@ class StepTimes:
         compute, message = self._durations(grid, lengths)
         return simulate(grid, compute, message, lambda action: lengths[action.unit.slice], placement=self.placement)
 
-    def _durations(
-        self, grid: Grid, lengths: Sequence[int]
-    ) -> tuple[Callable[[Action], float], Callable[[Action], float]]:
-        """Return the seconds of computations and of messages, by action."""
+    def by_action(self, lengths: Sequence[int], tokens: Callable[[Action], float]) -> tuple[Seconds, Seconds]:
+        """Return the seconds of computations and of messages; ``tokens``: of an action that makes weight gradients."""
         forward, backward, weights, messages = (each.tolist() for each in self.slice_seconds(lengths))
-        counts, total = [len(lengths)] * self.micro_batches, sum(lengths)
-        covered = {action: found for row in grid for action, found in covered_slices(row, counts).items()}
+        total = sum(lengths)
 
         def compute(action: Action) -> float:
-            op, stage, unit, group = action
+            op, stage, unit, _ = action
             if op is Op.WEIGHT_GRADIENTS:
-                return float(weights[stage] * sum(lengths[i] for i in covered[action]) / (total * group.groups))
+                return float(weights[stage] * tokens(action) / total)
             return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
 
         def message(action: Action) -> float:
@@ -144,3 +157,9 @@ class StepTimes:
             return float(messages[boundary][action.unit.slice])
 
         return compute, message
+
+    def _durations(self, grid: Grid, lengths: Sequence[int]) -> tuple[Seconds, Seconds]:
+        """Return the same for a grid, whose weight gradients may be those of several slices."""
+        counts = [len(lengths)] * self.micro_batches
+        covered = {action: found for row in grid for action, found in covered_slices(row, counts).items()}
+        return self.by_action(lengths, lambda action: sum(lengths[i] for i in covered[action]) / action.group.groups)

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +41,33 @@ class Fields:
         """Return a field unchecked, None if it is missing."""
         return self._data.get(name)
 
+    def _checked(self, name: str, fits: Callable[[Any], object], rule: str, use: str, default: object = None) -> Any:
+        """Return a field that fits, or the default in place of a missing one."""
+        value = self._data.get(name, default)
+        if not fits(value):
+            raise self.fail(name, rule, use)
+        return value
+
     def number(self, name: str, use: str = "e.g. 0.5", default: float | None = None) -> float:
         """A number, finite and not negative."""
-        value = self._data.get(name, default)
-        if not is_number(value):
-            raise self.fail(name, "a number that is not negative", use)
-        return float(value)
+        return float(self._checked(name, is_number, "a number that is not negative", use, default))
 
     def positive(self, name: str) -> float:
         """A number above 0."""
-        if not is_number(self._data.get(name)) or not self._data[name]:
-            raise self.fail(name, "a positive number", "e.g. 8")
-        return self._data[name]  # type: ignore[no-any-return]
+        found: float = self._checked(name, lambda value: is_number(value) and value, "a positive number", "e.g. 8")
+        return found
 
-    def count(self, name: str, use: str = "e.g. 1", default: int | None = None) -> int:
+    def count(self, name: str, use: str = "e.g. 1") -> int:
         """A whole number of at least 1."""
-        value = self._data.get(name, default)
-        if not is_count(value):
-            raise self.fail(name, "a positive integer", use)
-        return int(value)
+        return int(self._checked(name, is_count, "a positive integer", use))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """True or false."""
-        value = self._data.get(name, default)
-        if not isinstance(value, bool):
-            raise self.fail(name, "true or false", "false")
-        return value
+        return bool(self._checked(name, lambda value: isinstance(value, bool), "true or false", "false", default))
 
     def text(self, name: str, default: str) -> str:
         """A text."""
-        value = self._data.get(name, default)
-        if not isinstance(value, str):
-            raise self.fail(name, "text", "any name")
-        return value
+        return str(self._checked(name, lambda value: isinstance(value, str), "text", "any name", default))
 
     def only(self, known: Collection[str]) -> None:
         """Refuse a field of any other name."""
@@ -84,24 +78,21 @@ class Fields:
 
     def one_of(self, name: str, names: tuple[str, ...]) -> str:
         """One of the names."""
-        value = self._data.get(name)
-        if value not in names:
-            raise self.fail(name, " or ".join(shown(each) for each in names), shown(names[0]))
-        return str(value)
+        return str(self._checked(name, lambda value: value in names, " or ".join(map(shown, names)), shown(names[0])))
 
-    def counts(self, name: str, use: str = "e.g. [256, 256]") -> tuple[int, ...]:
+    def counts(self, name: str) -> tuple[int, ...]:
         """A list of positive whole numbers, at least one."""
-        value = self._data.get(name)
-        if not isinstance(value, list) or not value or not all(map(is_count, value)):
-            raise self.fail(name, "a list of positive integers", use)
-        return tuple(int(each) for each in value)
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and bool(value) and all(map(is_count, value))
+
+        return tuple(map(int, self._checked(name, fits, "a list of positive integers", "e.g. [256, 256]")))
 
     def rows(self, name: str, columns: tuple[str, ...], least: int = 1) -> list[tuple[float, ...]]:
         """A list of rows of numbers, none of them negative."""
-        value = self._data.get(name)
         rule = f"a list of at least {least} rows [{', '.join(columns)}] of numbers that are not negative"
-        if not isinstance(value, list) or len(value) < least:
-            raise self.fail(name, rule, f"a row [{', '.join(columns)}] per measurement")
+        use = f"a row [{', '.join(columns)}] per measurement"
+        value = self._checked(name, lambda value: isinstance(value, list) and len(value) >= least, rule, use)
         for index, row in enumerate(value):
             if not isinstance(row, list) or len(row) != len(columns) or not all(map(is_number, row)):
                 raise bad_value(
@@ -112,17 +103,18 @@ class Fields:
 
     def blocks(self, name: str, least: int = 1) -> list[Fields]:
         """A list of objects."""
-        value = self._data.get(name)
-        if not isinstance(value, list) or len(value) < least or not all(isinstance(each, dict) for each in value):
-            raise self.fail(name, f"a list of at least {least} objects", "a file that was written by ds_terapipe")
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and len(value) >= least and all(isinstance(each, dict) for each in value)
+
+        use = "a file that was written by ds_terapipe"
+        value = self._checked(name, fits, f"a list of at least {least} objects", use)
         return [Fields(each, f"{self.path(name)}[{index}]") for index, each in enumerate(value)]
 
     def block(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return an object unchecked."""
-        value = self._data.get(name, default)
-        if not isinstance(value, dict):
-            raise self.fail(name, "an object", "{}")
-        return value
+        found: dict[str, Any] = self._checked(name, lambda value: isinstance(value, dict), "an object", "{}", default)
+        return found
 
 
 def is_number(value: object) -> bool:

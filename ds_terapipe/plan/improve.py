@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
-from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.schedule import Action, Op, given, order, text_of, with_weight_gradients
+from ds_terapipe.plan.evaluate import Candidate, StepTimes
+from ds_terapipe.schedule import SEARCHED, Action, Op, order, text_of, with_weight_gradients
 from ds_terapipe.schedule.numbered import Numbered, Problem
 from ds_terapipe.schedule.search import search
 
@@ -23,14 +23,6 @@ _CUTS = (0.25, 0.5, 1.0, 2.0)  # weights of the part of a slice's forward that g
 _ENOUGH = 4  # micro-batches for each place that leave nothing worth a search
 _LITTLE = 0.02  # of the work: weight gradients that fill no wait
 _LARGE = 12_000  # actions of a step
-
-
-class Improved(NamedTuple):
-    """A searched order: its predicted seconds, its text, and the tokens of each slice."""
-
-    seconds: float
-    order: tuple[str, ...]
-    lengths: tuple[int, ...]
 
 
 def why_not(times: StepTimes, schedule: str, lengths: Sequence[int]) -> str:
@@ -55,7 +47,7 @@ def why_not(times: StepTimes, schedule: str, lengths: Sequence[int]) -> str:
 
 def improve(
     times: StepTimes, request: Request, schedule: str, cuts: Sequence[tuple[int, ...]], seed: int = 0
-) -> Improved | None:
+) -> Candidate | None:
     """Return a searched order that saves `GAIN` of the best named one's time; None where none does.
 
     Args:
@@ -74,11 +66,10 @@ def improve(
     found = search(problems, starts, request.search_s, seed)
     if found is None:
         return None
-    text, lengths = text_of(found.grid), worth[found.problem]
-    made = given(text)
-    seconds = times.seconds(made, lengths)
+    better = Candidate(0.0, SEARCHED, worth[found.problem], text_of(found.grid))
+    better = better._replace(seconds=times.seconds(better.runs, better.lengths))
     # the search knows only roughly what a step holds
-    return Improved(seconds, text, lengths) if seconds <= most and request.fits(made, lengths) else None
+    return better if better.seconds <= most and request.fits(better.runs, better.lengths) else None
 
 
 def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -103,19 +94,8 @@ def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> It
 
 def _problem(times: StepTimes, request: Request, schedule: str, lengths: tuple[int, ...]) -> Problem:
     """Return the step in these slices as a problem of search."""
-    slices, total = [len(lengths)] * times.micro_batches, sum(lengths)
-    forward, backward, weights, messages = (each.tolist() for each in times.slice_seconds(lengths))
-
-    def seconds(action: Action) -> float:
-        op, stage, unit, _ = action
-        if op is Op.WEIGHT_GRADIENTS:
-            return float(weights[stage] * lengths[unit.slice] / total)
-        return float((forward if op is Op.FORWARD else backward)[stage][unit.slice])
-
-    def message(action: Action) -> float:
-        boundary = action.stage if action.op is Op.SEND_FORWARD else action.stage - 1
-        return float(messages[boundary][action.unit.slice])
-
+    slices = [len(lengths)] * times.micro_batches
+    seconds, message = times.by_action(lengths, lambda action: lengths[action.unit.slice])
     apart = times.weights_once and len(lengths) > 1
     problem = Problem(times.placement, slices, seconds, message, apart=apart)
     if request.memory is None or request.memory_gb is None:

@@ -101,7 +101,12 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     """
     if stages > layers:
         raise bad_value("--stages", stages, f"at most the model's layers, {layers}", str(layers))
-    return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    return even(layers, stages)
+
+
+def even(total: int, parts: int) -> tuple[int, ...]:
+    """Divide a number into even parts; if it does not divide, the first ones are larger by one."""
+    return tuple(total // parts + (part < total % parts) for part in range(parts))
 
 
 def read_layers(text: str, layers: int, stages: int | None = None) -> tuple[int, ...]:

@@ -9,63 +9,14 @@ actions.
 from __future__ import annotations
 
 from .actions import ALL, Action, Grid, Group, Op, Unit
+from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
 from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
-from .placement import PlacedStage, Placement, as_placement
-from .render import grid_text, timeline_svg, timelines_svg
-from .replay import Dependencies, Interval, Replay, dependencies, replay
-from .simulate import PlaceResult, Simulation, simulate
-from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, stream_deadlock
-from .timeline import Panel
-from .validate import ScheduleError, dry_run, validate
-
-__all__ = [
-    "ALL",
-    "EVAL_SENT_KEPT",
-    "NAMES",
-    "POSTED_AHEAD",
-    "SCHEDULES",
-    "SEARCHED",
-    "SENT_KEPT",
-    "Action",
-    "Channel",
-    "Dependencies",
-    "Grid",
-    "Group",
-    "Interval",
-    "Op",
-    "Panel",
-    "PlaceResult",
-    "PlacedStage",
-    "Placement",
-    "Replay",
-    "Schedule",
-    "ScheduleError",
-    "Simulation",
-    "Unit",
-    "as_placement",
-    "check_text",
-    "complete",
-    "covered_slices",
-    "dependencies",
-    "dry_run",
-    "forward_only",
-    "given",
-    "grid_from",
-    "grid_text",
-    "names_on",
-    "order",
-    "peak_live_units",
-    "register",
-    "replay",
-    "schedule_named",
-    "simulate",
-    "stream_deadlock",
-    "text_of",
-    "timeline_svg",
-    "timelines_svg",
-    "validate",
-    "with_messages",
-    "with_weight_gradients",
-]
+from .orders.registry import held_by
+from .placement import Placement, as_placement
+from .render import grid_text
+from .replay import Interval, dependencies, replay
+from .simulate import Simulation, simulate
+from .timeline import Panel, timeline_svg, timelines_svg
+from .validate import ScheduleError, validate

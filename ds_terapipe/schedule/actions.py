@@ -60,14 +60,6 @@ class Unit(NamedTuple):
     def __repr__(self) -> str:
         return str(self)
 
-    @classmethod
-    def from_text(cls, text: str) -> Unit:
-        """The exact inverse of ``str(unit)``; any other text is a ValueError."""
-        match = _UNIT.fullmatch(text)
-        if match is None:
-            raise ValueError(f"unit: got {text!r}, must be <micro-batch>.<slice>, e.g. 0.3")
-        return cls(int(match[1]), int(match[2]))
-
 
 class Group(NamedTuple):
     """One of several groups of a stage's layers, in their order, as even as numbers of layers can be.
@@ -118,23 +110,20 @@ class Action(NamedTuple):
         return cls(Op(match[2]), int(match[1]), Unit(int(match[3]), int(match[4])), group)
 
     @property
-    def peer(self) -> int | None:
-        """The stage at the other end of a message (which may not exist), None for a computation."""
+    def counterpart(self) -> Action | None:
+        """The receive that belongs to a send and the send that belongs to a receive, None for a computation.
+
+        The stage at the other end may not exist.
+        """
         if self.op.is_compute:
             return None
-        return self.stage + (1 if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
-
-    @property
-    def counterpart(self) -> Action | None:
-        """The receive that belongs to a send and the send that belongs to a receive, None for a computation."""
-        peer = self.peer
-        return None if peer is None else Action(_COUNTERPART[self.op], peer, self.unit)
+        peer = self.stage + (1 if self.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD) else -1)
+        return Action(_COUNTERPART[self.op], peer, self.unit)
 
 
 Grid: TypeAlias = Sequence[Sequence[Action]]
 """A schedule: ``grid[place]`` lists the actions of that place's stages in the order in which it executes them."""
 
-_UNIT = re.compile(rf"{_NUMBER}\.{_NUMBER}")
 _GROUP = rf"(?:/{_NUMBER}of([2-9]|[1-9][0-9]+))?"
 _ACTION = re.compile(rf"{_NUMBER}(W|(?:SEND_|RECV_)?[FB]){_NUMBER}\.{_NUMBER}{_GROUP}")
 _COUNTERPART = {

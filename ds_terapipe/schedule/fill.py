@@ -38,7 +38,7 @@ def fill(
     Raises:
         ValueError: some places would wait for ever.
     """
-    most = 2 * max(_most_live(row, placement) for row in grid) if limit is None else limit
+    most = 2 * max(most_live(row, placement) for row in grid) if limit is None else limit
     places = [_Place(row, placement, seconds, most) for row in grid]
     ended: dict[tuple[Op, int, Unit], float] = {}
     while any(place.go_on(ended) for place in places):
@@ -48,10 +48,10 @@ def fill(
     return [list(together(place.finish())) for place in places]
 
 
-def _most_live(row: Iterable[Action], placement: Placement) -> int:
-    """The most pairs of stage and unit that are live at once."""
-    changes = (1 if a.op is Op.FORWARD else -1 for a in row if placement.goes_backward(a.stage))
-    return max(accumulate(changes, initial=0))
+def most_live(row: Iterable[Action], placement: Placement) -> int:
+    """Return the most pairs of stage and unit that are live at once on a place, on stages that go backward."""
+    lives = {Op.FORWARD: 1, Op.BACKWARD: -1}
+    return max(accumulate(lives.get(a.op, 0) for a in row if placement.goes_backward(a.stage)), default=0)
 
 
 class _Place:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
 
 from .actions import Action, Grid, Op
-from .orders import Schedule
+from .orders.registry import Schedule, held_by
 from .placement import Placement
 from .validate import ScheduleError, validate
 
@@ -59,16 +58,9 @@ def check_text(text: Sequence[str], placement: Placement, slices: Sequence[int])
 def given(text: Text) -> Schedule:
     """Return the schedule of a text; slices that a micro-batch does not have are left out of it."""
     grid = grid_from(text)
-    return Schedule(SEARCHED, partial(_order, grid), partial(_bound, grid))
+    order = partial(_order, grid)
+    return Schedule(SEARCHED, order, held_by(order))
 
 
 def _order(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     return [[action for action in row if action.unit.slice < slices[action.unit.micro_batch]] for row in grid]
-
-
-def _bound(grid: Grid, placement: Placement, slices: Sequence[int]) -> list[int]:
-    lives = {Op.FORWARD: 1, Op.BACKWARD: -1}
-    return [
-        max(accumulate(lives.get(a.op, 0) for a in row if placement.goes_backward(a.stage)), default=0)
-        for row in _order(grid, placement, slices)
-    ]

@@ -2,23 +2,22 @@
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron's tensor parallelism asks for, work is dispatched in the order of
 its issue, whatever its stream. An entry is dispatched when its stream's last entry and the events that it waits for have
-ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched, a collective
-when all of its ranks' are (CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
+ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched (CUDA C++
+Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
 
 One queue is the hardest case. Whatever an entry waits for on another assignment of the streams to queues, it waits for on
 one queue too, and entries never take anything from each other. So a step that comes to its end on one queue does so on
-any number of queues.
+any number of queues: on a stream for each channel, and on a host that waits for each message itself.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import product
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from .actions import Action, Grid, Op, Unit
-from .streams import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
+from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
 
 COMPUTE = "compute"
 """Name of the stream of the computations."""
@@ -31,15 +30,13 @@ class Entry(NamedTuple):
         stream: runs its entries one behind the other.
         action: index of the action in its place's row, for reports.
         after: earlier entries of this rank whose events it waits for.
-        joins: name of the message or collective; None: it ends as soon as it is dispatched.
-        ranks: entries that have to join.
+        joins: name of the message, which ends when both of its ends are dispatched; None: it ends as soon as it is dispatched.
     """
 
     stream: Hashable
     action: int
     after: tuple[int, ...] = ()
     joins: Hashable = None
-    ranks: int = 2
 
 
 Program: TypeAlias = Sequence[Entry]
@@ -57,14 +54,9 @@ def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD, messages: int =
     Returns:
         For each place that does not come to its end, the index of the action at which its queue stands.
     """
-    programs = {place: program_of(row, posted_ahead, messages) for place, row in enumerate(grid)}
+    programs = {place: _Issued(row, posted_ahead, messages).entries for place, row in enumerate(grid)}
     at = dispatch(programs)
     return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
-
-
-def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
-    """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
-    return _Issued(row, posted_ahead, messages).entries
 
 
 def dispatch(
@@ -102,7 +94,7 @@ def dispatch(
                     continue
                 there = joined.setdefault(entry.joins, [])
                 there.append((rank, index))
-                if len(there) == entry.ranks:
+                if len(there) == 2:
                     for each, number in there:
                         ended[each].add(number)
     heads = {rank: [queue[0] for (each, _), queue in queues.items() if each == rank and queue] for rank in programs}
@@ -111,7 +103,7 @@ def dispatch(
 
 
 class _Issued:
-    """Entries of a place's host while it walks along its row."""
+    """Entries of a place's host while it walks along its row, as ``pipeline/transport/p2p.py`` issues them."""
 
     def __init__(self, row: Sequence[Action], posted_ahead: int, messages: int) -> None:
         self.entries: list[Entry] = []
@@ -174,68 +166,3 @@ class _Issued:
         index = len(self.entries) - 1
         self._computed = (index,) if stream == COMPUTE else self._computed
         return index
-
-
-class Job(NamedTuple):
-    """Ranks beside those of one pipeline.
-
-    Attributes:
-        tensor_parallel: ranks of a place that compute together.
-        replicas: pipelines of the job.
-        tied: places with a copy of a tied weight.
-    """
-
-    tensor_parallel: int = 1
-    replicas: int = 1
-    tied: tuple[int, ...] = ()
-
-
-class Rank(NamedTuple):
-    """A rank of a job."""
-
-    place: int
-    replica: int
-    tensor_index: int
-
-
-def with_collectives(programs: Mapping[int, Program], job: Job) -> dict[Rank, Program]:
-    """Return every rank's program with what else is collective in a step.
-
-    Before the messages stands the sum of label counts over replicas. Every computation is followed by a sum over its
-    tensor-parallel ranks. At the end come the sums of tied weights and of gradients, the norm and the loss.
-
-    The header is not among them: it goes over gloo, and a host issues nothing of a step before it has the header. All hosts
-    have issued their former steps by then, so a step that waits for a header holds nothing that another waits for.
-    """
-    ranks = [Rank(*each) for each in product(programs, range(job.replicas), range(job.tensor_parallel))]
-    return {rank: _one_rank(programs[rank.place], rank, job, len(programs)) for rank in ranks}
-
-
-def _one_rank(program: Program, rank: Rank, job: Job, places: int) -> Program:
-    entries: list[Entry] = []
-    new_index: list[int] = []
-    counted: Counter[str] = Counter()
-    place, replica, index = rank
-
-    def collective(name: str, members: Hashable, ranks: int) -> None:
-        """A sum on its group's stream, behind the computations so far; those that come wait for it."""
-        counted[name] += 1
-        if ranks > 1:
-            computed = [number for number, entry in enumerate(entries) if entry.stream == COMPUTE][-1:]
-            at = entries[-1].action if entries else 0
-            entries.append(Entry(name, at, tuple(computed), (name, members, counted[name]), ranks))
-            entries.append(Entry(COMPUTE, at, (len(entries) - 1,)))
-
-    collective("labels", (place, index), job.replicas)
-    for entry in program:
-        joins = None if entry.joins is None else (entry.joins, replica, index)
-        entries.append(entry._replace(after=tuple(new_index[i] for i in entry.after), joins=joins))
-        if entry.stream == COMPUTE and not entry.after:
-            collective("tensor parallel", (place, replica), job.tensor_parallel)
-        new_index.append(len(entries) - 1)
-    if place in job.tied:
-        collective("tied weights", (replica, index), len(job.tied))
-    collective("gradients", (place, index), job.replicas)
-    collective("norm", replica, places * job.tensor_parallel)
-    collective("loss", (replica, index), places)
-    return entries

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import zip_longest
 
 from .actions import Action, Grid, Group, Op
+from .channels import POSTED_AHEAD, Channel, channel_of
 from .hardware_queue import queue_deadlock
 from .placement import Placement, placement_of
 from .replay import replay
-from .streams import POSTED_AHEAD, Channel, channel_of
 
 
 def with_messages(

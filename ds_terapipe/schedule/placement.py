@@ -69,8 +69,6 @@ class Placement:
     @classmethod
     def plain(cls, stages: int, boundaries: Sequence[int] | None = None, forward_only: int = 0) -> Placement:
         """Stage s on place s; the other arguments as in `of`."""
-        if stages < 1:
-            raise ValueError(f"stages: got {stages}, must be at least 1")
         return cls.of(range(stages), boundaries, forward_only)
 
     @classmethod
@@ -78,8 +76,6 @@ class Placement:
         cls, places: int, chunks: int, boundaries: Sequence[int] | None = None, forward_only: int = 0
     ) -> Placement:
         """``chunks`` stages on each of ``places`` places, stage s on place s mod ``places``; the others as in `of`."""
-        if places < 1 or chunks < 1:
-            raise ValueError(f"placement: got {chunks} chunks on each of {places} places, must be positive numbers")
         return cls.of([stage % places for stage in range(places * chunks)], boundaries, forward_only)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A schedule's grid as text, and its timeline as a picture."""
+"""A schedule's grid as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from .actions import Grid
 from .placement import Placement, placement_of, row_word
-from .timeline import timeline_svg, timelines_svg
-
-__all__ = ["grid_text", "timeline_svg", "timelines_svg"]
 
 _ALL_PLACES = 12  # a grid this narrow is shown with all its places
 _NEAR = 3  # rows, and places of a wider grid, shown on either side of a marked cell

@@ -6,7 +6,7 @@ An action ends at the longest path to it. What waits for what depends on the gri
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -113,88 +113,46 @@ def durations_of(
 
 def dependencies(grid: Grid, placement: Placement | None = None) -> Dependencies:
     """Return the dependencies in a grid with messages; ``placement`` None: a stage on each place."""
-    graph = Dependencies([], [], [], [[] for _ in grid], {})
-    channels = _Channels(placement_of(len(grid), placement))
+    actions, after, also_after, ended, _ = graph = Dependencies([], [], [], [[] for _ in grid], {})
+    places = [stage.place for stage in placement_of(len(grid), placement).stages]
+    sent: dict[tuple[int, bool], deque[tuple[Unit, int]]] = defaultdict(deque)  # by receiving stage and direction
+    waiting: dict[tuple[int, bool], int] = {}  # places, by the same
+    last: dict[tuple[int, int], int] = defaultdict(int)  # the node of the last message from one place to another
     ready = deque(range(len(grid)))
     while ready:
         place = ready.popleft()
-        _advance(grid[place], graph, graph.ends[place], channels, ready, place)
-    for place, row in enumerate(grid):
-        if len(graph.ends[place]) < len(row):
-            graph.stuck[place] = len(graph.ends[place])
+        row, ends = grid[place], ended[place]
+        at = ends[-1] if ends else 0
+        for index in range(len(ends), len(row)):
+            action = row[index]
+            op, stage, unit, _ = action
+            also = at
+            if op is _RECV_F or op is _RECV_B:
+                channel = stage, op is _RECV_F
+                messages = sent[channel]
+                # A message out of order is as good as none: the receive waits for the one it names.
+                if not messages or messages[0][0] != unit:
+                    waiting[channel] = place
+                    break
+                also = messages.popleft()[1]
+            sends = op is _SEND_F or op is _SEND_B
+            node = len(actions) + 1
+            if sends:
+                channel = stage + 1 if op is _SEND_F else stage - 1, op is _SEND_F
+                link = place, places[channel[0]]
+                also, last[link] = last[link], node
+                sent[channel].append((unit, node))
+                if channel in waiting:
+                    ready.append(waiting.pop(channel))
+            actions.append(action)
+            after.append(at)
+            also_after.append(also)
+            at = at if sends else node
+            ends.append(at)
+    graph.stuck.update((p, len(ends)) for p, ends in enumerate(ended) if len(ends) < len(grid[p]))
     return graph
-
-
-class _Link:
-    """The link from one place to another, which carries one message at a time: the node of the last one sent."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-
-class _Channel:
-    """Channel from one stage to a consecutive one: messages in flight, the waiting place, and the link."""
-
-    def __init__(self, link: _Link) -> None:
-        self.messages: deque[tuple[Unit, int]] = deque()
-        self.waiting: int | None = None
-        self.link = link
-
-
-class _Channels(dict[tuple[int, bool], _Channel]):
-    """Channels by receiving stage and direction."""
-
-    def __init__(self, placement: Placement) -> None:
-        super().__init__()
-        self._placement, self._links = placement, dict[tuple[int, int], _Link]()
-
-    def __missing__(self, key: tuple[int, bool]) -> _Channel:
-        receiver, forward = key
-        place_of = self._placement.place_of
-        ends = place_of(receiver - 1 if forward else receiver + 1), place_of(receiver)
-        found = self[key] = _Channel(self._links.setdefault(ends, _Link()))
-        return found
-
-
-def _advance(
-    row: Sequence[Action], graph: Dependencies, ends: list[int], channels: _Channels, ready: deque[int], place: int
-) -> None:
-    """Takes one place as far as it comes; places whose message it sends are put into ``ready``."""
-    actions, after, also_after = graph.actions, graph.after, graph.also_after
-    at = ends[-1] if ends else 0
-    for index in range(len(ends), len(row)):
-        action = row[index]
-        op, stage, unit, _ = action
-        if op is _F or op is _B or op is _W:
-            actions.append(action)
-            after.append(at)
-            also_after.append(at)
-            at = len(after)
-        elif op is _RECV_F or op is _RECV_B:
-            channel = channels[stage, op is _RECV_F]
-            # A message out of order is as good as none: the receive waits for the one it names.
-            if not channel.messages or channel.messages[0][0] != unit:
-                channel.waiting = place
-                return
-            actions.append(action)
-            after.append(at)
-            also_after.append(channel.messages.popleft()[1])
-            at = len(after)
-        else:
-            forward = op is _SEND_F
-            channel = channels[stage + 1 if forward else stage - 1, forward]
-            link = channel.link
-            actions.append(action)
-            after.append(at)
-            also_after.append(link.last)
-            link.last = len(after)
-            channel.messages.append((unit, link.last))
-            if channel.waiting is not None:
-                ready.append(channel.waiting)
-                channel.waiting = None
-        ends.append(at)
 
 
 # An enumeration's members are looked up slowly, and this is asked for every action.
 _F, _B, _W = Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS
-_RECV_F, _RECV_B, _SEND_F = Op.RECV_FORWARD, Op.RECV_BACKWARD, Op.SEND_FORWARD
+_RECV_F, _RECV_B, _SEND_F, _SEND_B = Op.RECV_FORWARD, Op.RECV_BACKWARD, Op.SEND_FORWARD, Op.SEND_BACKWARD

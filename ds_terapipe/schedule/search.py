@@ -84,7 +84,7 @@ def search(
 def judged(problem: Problem, grid: Grid) -> tuple[list[list[Action]], float] | None:
     """Return an order as `Found` has it, and its time; None where some places would wait for ever.
 
-    NCCL's order of messages and a single hardware queue count.
+    A single hardware queue counts.
     """
     where, seconds = problem.placement, problem.durations(grid)
     lowered = with_messages(grid, where, seconds)

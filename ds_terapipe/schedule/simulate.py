@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .actions import Action, Grid, Op, Unit
-from .lower import has_messages, with_messages
+from .lower import complete
 from .placement import Placement, placement_of, row_word
 from .replay import Dependencies, Interval, dependencies, durations_of
 from .validate import ScheduleError
@@ -20,8 +20,7 @@ class PlaceResult(NamedTuple):
     pipeline), ``imbalance`` what comes on top because some stages or units take longer than others.
 
     Live is a unit from its forward to its backward on a stage that goes backward: ``peak_units`` counts the most pairs of
-    stage and unit that are live at once, ``peak_tokens`` and ``peak_bytes`` are the same peak in the units of `simulate`'s
-    ``tokens`` and ``held``.
+    stage and unit that are live at once, ``peak_tokens`` their tokens at most.
     """
 
     busy: float
@@ -30,7 +29,6 @@ class PlaceResult(NamedTuple):
     messages: float
     peak_units: int
     peak_tokens: int
-    peak_bytes: float
 
     @property
     def idle(self) -> float:
@@ -70,7 +68,6 @@ def simulate(
     compute: Callable[[Action], float],
     message: Callable[[Action], float] | None = None,
     tokens: Callable[[Action], int] | None = None,
-    held: Callable[[Action], float] | None = None,
     placement: Placement | None = None,
 ) -> Simulation:
     """Times a schedule exactly: every action ends at the longest path to it.
@@ -81,34 +78,34 @@ def simulate(
         message: seconds of a SEND action's message: it leaves once the earlier ones from its place to the other are through,
             the sender goes on at once, the receiver waits. None: messages take no time.
         tokens: tokens of the unit of a FORWARD action; without it ``peak_tokens`` is 0.
-        held: bytes that the unit of a FORWARD action holds on its stage until its backward; without it ``peak_bytes`` is 0.
         placement: of the stages; None: one on each place.
 
     Raises:
         ScheduleError: some places would wait for ever.
     """
     where = placement_of(len(grid), placement)
-    complete: Grid = grid if has_messages(grid) or len(grid) <= 1 else with_messages(grid, where)
-    graph = dependencies(complete, where)
+    whole = complete(grid, where)
+    graph = dependencies(whole, where)
     if graph.stuck:
         word = row_word(where)
-        waits = ", ".join(f"{word} {place} for {complete[place][at].counterpart}" for place, at in graph.stuck.items())
+        waits = ", ".join(f"{word} {place} for {whole[place][at].counterpart}" for place, at in graph.stuck.items())
         raise ScheduleError(f"schedule: deadlock, {waits}; must be a grid that validate() accepts")
     durations = durations_of(graph, compute, message)
     ended = graph.run(durations)
     makespan = max(ended)
     busy = _busy(graph, durations, where)
-    without_messages = max(graph.run(_computations(graph, durations)))
+    alone = [s if op in _COMPUTE else 0.0 for (op, *_), s in zip(graph.actions, durations, strict=True)]
+    without_messages = max(graph.run(alone))
     even = _evened(graph, durations)
     even_busy = _busy(graph, even, where)
     even_makespan = max(graph.run(even))
     places = []
-    for place, row in enumerate(complete):
+    for place, row in enumerate(whole):
         idle = max(without_messages - busy[place], 0.0)
         fill = min(idle, max(even_makespan - even_busy[place], 0.0))
-        peaks = _peaks(row, tokens, held)
+        peaks = _peaks(row, tokens)
         places.append(PlaceResult(busy[place], fill, idle - fill, makespan - without_messages, *peaks))
-    return Simulation(complete, graph.intervals(ended), makespan, tuple(places))
+    return Simulation(whole, graph.intervals(ended), makespan, tuple(places))
 
 
 def _busy(graph: Dependencies, durations: Sequence[float], where: Placement) -> list[float]:
@@ -117,11 +114,6 @@ def _busy(graph: Dependencies, durations: Sequence[float], where: Placement) -> 
         if op in _COMPUTE:
             of_stage[stage] += seconds
     return [sum(of_stage[stage] for stage in where.stages_on(place)) for place in range(where.places)]
-
-
-def _computations(graph: Dependencies, durations: Sequence[float]) -> list[float]:
-    """The same durations, with messages that take no time."""
-    return [s if action[0] in _COMPUTE else 0.0 for action, s in zip(graph.actions, durations, strict=True)]
 
 
 def _evened(graph: Dependencies, durations: Sequence[float]) -> list[float]:
@@ -135,27 +127,19 @@ def _evened(graph: Dependencies, durations: Sequence[float]) -> list[float]:
     return [mean.get(action[0], 0.0) for action in graph.actions]
 
 
-def _peaks(
-    row: Sequence[Action], tokens: Callable[[Action], int] | None, held: Callable[[Action], float] | None
-) -> tuple[int, int, float]:
-    """The most units, tokens and bytes that are live at once on a place."""
-    live = live_tokens = 0
-    live_bytes = 0.0
-    peak, peak_tokens, peak_bytes = 0, 0, 0.0
+def _peaks(row: Sequence[Action], tokens: Callable[[Action], int] | None) -> tuple[int, int]:
+    """The most units and tokens that are live at once on a place."""
     trained = {action.stage for action in row if action.op is Op.BACKWARD}
-    forward: dict[tuple[int, Unit], tuple[int, float]] = {}
+    live: dict[tuple[int, Unit], int] = {}
+    peak = peak_tokens = 0
     for action in row:
         op, stage, unit, _ = action
         if op is Op.FORWARD and stage in trained:
-            size = tokens(action) if tokens else 0, held(action) if held else 0.0
-            forward[stage, unit] = size
-            live, live_tokens, live_bytes = live + 1, live_tokens + size[0], live_bytes + size[1]
-            peak, peak_tokens = max(peak, live), max(peak_tokens, live_tokens)
-            peak_bytes = max(peak_bytes, live_bytes)
+            live[stage, unit] = tokens(action) if tokens else 0
+            peak, peak_tokens = max(peak, len(live)), max(peak_tokens, sum(live.values()))
         elif op is Op.BACKWARD:
-            size = forward.pop((stage, unit))
-            live, live_tokens, live_bytes = live - 1, live_tokens - size[0], live_bytes - size[1]
-    return peak, peak_tokens, peak_bytes
+            del live[stage, unit]
+    return peak, peak_tokens
 
 
 _COMPUTE = frozenset((Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS))

@@ -7,9 +7,9 @@ from html import escape
 from typing import NamedTuple
 
 from .actions import Action, Grid, Op
-from .lower import has_messages, with_messages
 from .placement import Placement, placement_of, row_word
-from .replay import Interval, Replay, replay
+from .replay import Interval
+from .simulate import simulate
 from .svg import COLOURS, DIGIT, RIGHT, document, legend
 
 _LEFT, _TITLE, _PANEL_GAP, _LEGEND = 64, 30, 14, 34
@@ -19,22 +19,27 @@ _PALE = '{}" fill-opacity="0.72'
 class Panel(NamedTuple):
     """One schedule of a picture.
 
-    ``durations`` gives the time of each FORWARD, BACKWARD and WEIGHT_GRADIENTS action, in any one unit; where ``intervals`` are
-    given, measured or simulated, they are drawn as they are and ``durations`` is not asked. ``placement`` is that of the
-    stages, None: one on each place.
+    ``intervals`` are those of its actions, in any one unit: measured, or simulated. ``placement`` is that of the stages, None:
+    one on each place.
     """
 
     title: str
     grid: Grid
-    durations: Callable[[Action], float] | None = None
-    intervals: Sequence[Sequence[Interval]] | None = None
+    intervals: Sequence[Sequence[Interval]]
     placement: Placement | None = None
 
+    @classmethod
+    def of(
+        cls, title: str, grid: Grid, durations: Callable[[Action], float], placement: Placement | None = None
+    ) -> Panel:
+        """Return the picture of a grid by the time of each computation; messages take none."""
+        found = simulate(grid, durations, placement=placement)
+        return cls(title, found.grid, found.intervals, placement)
 
-class _Timed(NamedTuple):
-    panel: Panel
-    grid: Grid
-    result: Replay
+    @property
+    def makespan(self) -> float:
+        """The time at which the last place ends."""
+        return max((row[-1].end for row in self.intervals if row), default=0.0)
 
 
 def timeline_svg(
@@ -53,7 +58,7 @@ def timeline_svg(
         width: of the picture, in pixels.
         placement: of the stages; None: one on each place.
     """
-    return timelines_svg([Panel(title, grid, durations, placement=placement)], width)
+    return timelines_svg([Panel.of(title, grid, durations, placement)], width)
 
 
 def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
@@ -63,58 +68,41 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
     a schedule that slices none; cells too narrow for it have none.
 
     Raises:
-        ValueError: no panel, or a schedule in which places would wait for ever.
+        ValueError: no panel.
     """
     if not panels:
         raise ValueError("timelines_svg: got no panels, must have at least one")
-    timed = [_time(panel) for panel in panels]
-    longest = max(t.result.makespan for t in timed) or 1.0
+    longest = max(panel.makespan for panel in panels) or 1.0
     scale = (width - _LEFT - RIGHT) / longest
     body: list[str] = []
     y = 8.0
-    for t in timed:
-        drawn, height = _panel(t, scale, y)
+    for panel in panels:
+        drawn, height = _panel(panel, scale, y)
         body += drawn
         y += height + _PANEL_GAP
     y += _LEGEND - _PANEL_GAP
-    weight_gradients = any(a.op is Op.WEIGHT_GRADIENTS for t in timed for row in t.grid for a in row)
+    weight_gradients = any(a.op is Op.WEIGHT_GRADIENTS for panel in panels for row in panel.grid for a in row)
     return document(width, y, [*body, *_legend(width, y - 14, weight_gradients)])
 
 
-def _time(panel: Panel) -> _Timed:
-    if panel.intervals is not None:
-        return _Timed(panel, panel.grid, Replay([list(row) for row in panel.intervals], {}))
-    if panel.durations is None:
-        raise ValueError(f"timeline: panel {panel.title!r} has neither durations nor intervals, must have one of them")
-    where = placement_of(len(panel.grid), panel.placement)
-    grid = panel.grid if has_messages(panel.grid) else with_messages(panel.grid, where)
-    result = replay(grid, panel.durations, placement=where)
-    if result.stuck:
-        places = ", ".join(str(place) for place in result.stuck)
-        raise ValueError(
-            f"timeline: {row_word(where)}s {places} would wait for ever, must be a schedule that validate() accepts"
-        )
-    return _Timed(panel, grid, result)
-
-
-def _panel(timed: _Timed, scale: float, top: float) -> tuple[list[str], float]:
+def _panel(panel: Panel, scale: float, top: float) -> tuple[list[str], float]:
     """The SVG elements of one schedule, and its height."""
-    grid, result = timed.grid, timed.result
-    places, word = len(grid), row_word(placement_of(len(grid), timed.panel.placement))
+    grid, makespan = panel.grid, panel.makespan
+    places, word = len(grid), row_word(placement_of(len(grid), panel.placement))
     row, bar = (24, 21) if places <= 8 else (18, 16)
-    end = _LEFT + result.makespan * scale
+    end = _LEFT + makespan * scale
     computed = [
         [cell for cell in zip(actions, intervals, strict=True) if cell[0].op.is_compute]
-        for actions, intervals in zip(grid, result.intervals, strict=True)
+        for actions, intervals in zip(grid, panel.intervals, strict=True)
     ]
     busy = sum(interval.end - interval.start for cells in computed for _, interval in cells)
-    idle = 1 - busy / (places * result.makespan) if result.makespan else 0.0
+    idle = 1 - busy / (places * makespan) if makespan else 0.0
     sliced = any(action.unit.slice > 0 for actions in grid for action in actions)
-    caption = f"time {result.makespan:.4g}, {idle:.0%} idle"
+    caption = f"time {makespan:.4g}, {idle:.0%} idle"
     # Where the schedule ends, but clear of the title.
-    caption_end = max(end, _LEFT + 8 * len(timed.panel.title) + 7 * len(caption))
+    caption_end = max(end, _LEFT + 8 * len(panel.title) + 7 * len(caption))
     out = [
-        f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(timed.panel.title)}</text>',
+        f'<text x="{_LEFT}" y="{top + 16:g}" font-weight="bold">{escape(panel.title)}</text>',
         f'<text x="{caption_end:.1f}" y="{top + 16:g}" text-anchor="end" fill="#4b5563">{caption}</text>',
     ]
     for place, cells in enumerate(computed):

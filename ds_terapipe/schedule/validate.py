@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from .actions import ALL, Action, Grid, Group, Op, Unit
 from .hardware_queue import queue_deadlock
-from .lower import has_messages, with_messages
+from .lower import complete, has_messages
 from .orders import FORWARD_ONLY, Schedule, peak_live_units
 from .placement import Placement, placement_of, row_word
 from .render import grid_text
-from .replay import Replay, replay
-from .streams import stream_deadlock
+from .replay import replay
 
 
 class ScheduleError(ValueError):
@@ -35,8 +34,8 @@ def validate(
     - Each input is received before its computation and each result sent after it, once; both ends of a channel (one
       direction between two consecutive stages) name the units in one order. Of two consecutive stages on one place the first
       goes forward first, the second backward.
-    - No place waits for ever: neither where sends are buffered and receives wait, nor where a channel's messages run one
-      behind the other and few may wait to be taken (`streams`), nor where all streams share one queue (`hardware_queue`).
+    - No place waits for ever: neither where sends are buffered and receives wait, nor where all streams share one queue and few
+      messages may wait to be taken (`hardware_queue`).
     - A stage that makes weight gradients of its own makes them for every micro-batch: in descending order of slices, each after
       the backward of its slice, slice 0 last; where they are made by groups of layers, so for each group.
     - Live units on each place stay within the bound of the schedule's name.
@@ -67,26 +66,11 @@ def validate(
     checked = _Checked(grid, slices, where, training, lowered)
     for place in range(len(grid)):
         _check_place(checked, place)
-    complete: Grid = grid if lowered else with_messages(grid, where)
-    _check_channels(complete, where)
-    _run(complete, where)
+    whole = complete(grid, where)
+    _check_channels(whole, where)
+    _run(whole, where)
     if bounds is not None:
         _check_bounds(grid, where, bounds, str(name))
-
-
-def dry_run(grid: Grid, placement: Placement | None = None) -> int:
-    """Number of time steps that the schedule takes if each computation takes one and messages none.
-
-    Args:
-        grid: one list of actions per place; messages are put in where it has none.
-        placement: of the stages; None: one on each place.
-
-    Raises:
-        ScheduleError: some places would wait for ever.
-    """
-    where = placement_of(len(grid), placement)
-    complete: Grid = grid if has_messages(grid) or len(grid) == 1 else with_messages(grid, where)
-    return round(_run(complete, where).makespan)
 
 
 class _Checked(NamedTuple):
@@ -231,9 +215,8 @@ def _check_channels(grid: Grid, where: Placement) -> None:
                     raise _error(problem, grid, where, {sender: i, receiver: j})
 
 
-def _run(grid: Grid, where: Placement) -> Replay:
-    result = replay(grid, lambda action: 1, placement=where)
-    stuck = result.stuck or stream_deadlock(grid, placement=where)
+def _run(grid: Grid, where: Placement) -> None:
+    stuck = replay(grid, lambda action: 1, placement=where).stuck
     if stuck:
         notes = {place: f"waits for {grid[place][index].counterpart}" for place, index in stuck.items()}
         raise _error(f"deadlock: {_rows(stuck, where)} wait for ever", grid, where, stuck, notes)
@@ -241,7 +224,6 @@ def _run(grid: Grid, where: Placement) -> Replay:
     if held:
         problem = f"deadlock: {_rows(held, where)} wait for ever with CUDA_DEVICE_MAX_CONNECTIONS=1 (all streams share one queue)"
         raise _error(problem, grid, where, held, dict.fromkeys(held, "holds what was issued after it"))
-    return result
 
 
 def _rows(places: Iterable[int], where: Placement) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,15 @@ class Queues:
 
     def finish(self) -> None:
         pass
+
+
+class PlainGradients:
+    """`GradientRules` of plain PyTorch: the mean over micro-batches, summed in ``grad``."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self.scale: Any = lambda loss: loss / micro_batches
+        self.around: Any = lambda parameters, first=True, last=True: nullcontext()
+        self.summed_bytes: Any = lambda parameters: 0
 
 
 _NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, watches=False)

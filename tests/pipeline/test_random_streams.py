@@ -19,10 +19,9 @@ from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.runtime import Step
 from ds_terapipe.pipeline.slicing import TensorCut
-from ds_terapipe.pipeline.stage import PlainGradients
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.schedule import Placement
-from tests.pipeline.fake_links import assemblies, run
+from tests.pipeline.fake_links import PlainGradients, assemblies, run
 
 WIDTH, LENGTH, LAYERS = 16, 12, 4
 Key = tuple[int, int, int]  # layer, micro-batch, first token of the slice

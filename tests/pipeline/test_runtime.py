@@ -22,12 +22,12 @@ from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
 from ds_terapipe.pipeline.slicing import TensorCut, slice_lengths, spans
-from ds_terapipe.pipeline.stage import PlainGradients, Stage
+from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement
 from tests.pipeline import models
-from tests.pipeline.fake_links import assemblies, run
+from tests.pipeline.fake_links import PlainGradients, assemblies, run
 from tests.schedule.strategies import few_slices, placements, random_grid, validated
 from tests.spawn import launched
 

@@ -37,7 +37,6 @@ groups = st.integers(1, 99).flatmap(lambda count: st.builds(Group, st.integers(0
 def test_text_parses_back(action):
     parsed = Action.from_text(str(action))
     assert parsed == action and isinstance(parsed.op, Op) and isinstance(parsed.unit, Unit)
-    assert Unit.from_text(str(action.unit)) == action.unit
 
 
 @given(st.text(alphabet="0123FBW.SENDRCV_ -/of", max_size=12))
@@ -104,14 +103,11 @@ def test_weight_gradients_come_after_what_the_stage_before_waits_for():
 
 
 @settings(deadline=None)
-@given(strategies.names_and_late, strategies.placements(), strategies.few_slices, st.booleans(), st.booleans(), st.data())
-def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placement, slices, each_slice, first, data):
+@given(strategies.names_and_late, strategies.placements(), strategies.few_slices, st.booleans(), st.data())
+def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placement, slices, each_slice, data):
     stages = data.draw(st.none() | st.sets(st.integers(0, len(placement.stages) - 1)))
     grid = order(name, placement, slices)
-    if first:  # before the messages or after them: the same computations in one order
-        made = with_messages(with_weight_gradients(grid, placement, stages, each_slice), placement)
-    else:
-        made = with_weight_gradients(with_messages(grid, placement), placement, stages, each_slice)
+    made = with_weight_gradients(with_messages(grid, placement), placement, stages, each_slice)
     validate(made, slices, name, placement)
     for stage in range(len(placement.stages)):
         row = [action for action in made[placement.place_of(stage)] if action.stage == stage]

@@ -35,9 +35,9 @@ def test_columns_and_rows_are_places_where_they_are_not_stages():
     lines = grid_text(grid, {1: 1}, {1: "waits"}, placement).splitlines()
     assert lines[0] == "step   place 0   place 1"
     assert any(line.rstrip().endswith("<-- place 1: waits") and "[1B0.0]" in line for line in lines)
-    panels = [Panel("one", grid, seconds, placement=placement), Panel("other", order("1f1b", 2, [1]), seconds)]
+    panels = [Panel.of("one", grid, seconds, placement), Panel.of("other", order("1f1b", 2, [1]), seconds)]
     both = timelines_svg(panels)
     assert both.count(">place ") == both.count(">stage ") == 2
     for intervals in ([], [[], []]):  # of other places or actions
         with pytest.raises(ValueError, match="shorter"):
-            timelines_svg([Panel("one", grid, intervals=intervals)])
+            timelines_svg([Panel("one", grid, intervals)])

@@ -3,56 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.pipeline.slicing import WHOLE, Span, TensorCut, as_tuple, like
+from ds_terapipe.pipeline.transport.boundary import BoundarySpec
 from ds_terapipe.schedule import Unit
 
 
-@dataclass(frozen=True)
-class Form:
-    """One tensor that crosses a boundary: its shape for a whole sequence, type, and how it follows the tokens."""
+class Boundary(NamedTuple):
+    """Tensors between two stages: their types and shapes for a whole sequence, and how each follows the tokens."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    cut: TensorCut = WHOLE
-
-    def tensor(self, span: Span) -> Tensor:
-        """Return a tensor of this form for a slice."""
-        sizes = {self.cut.row: self.cut.rows(span), self.cut.column: span.stop}
-        shape = [sizes.get(dimension, size) for dimension, size in enumerate(self.shape)]
-        return torch.empty(shape, dtype=self.dtype).requires_grad_(self.requires_grad)
-
-
-def _for_others(cut: TensorCut) -> TensorCut:
-    """Return the cut as another process can read it: without a process group."""
-    return cut if cut.shares is None else cut._replace(shares=cut.shares._replace(group=None))
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Tensors between two stages; ``single``: one tensor, not a tuple."""
-
-    forms: tuple[Form, ...]
-    single: bool
+    spec: BoundarySpec
+    cuts: tuple[TensorCut, ...]
 
     @classmethod
     def of(cls, outputs: Any, cuts: Sequence[TensorCut] | None = None) -> Boundary:
         """Return the boundary of a stage's outputs for a whole sequence; None: they do not follow the tokens."""
-        tensors = as_tuple(outputs)
-        cuts = [_for_others(cut) for cut in cuts or [WHOLE] * len(tensors)]
-        forms = (Form(tuple(t.shape), t.dtype, t.requires_grad, cut) for t, cut in zip(tensors, cuts, strict=True))
-        return cls(tuple(forms), isinstance(outputs, Tensor))
+        found = cuts or [WHOLE] * len(as_tuple(outputs))
+        # another process reads it, without a process group
+        return cls(
+            BoundarySpec.of(outputs),
+            tuple(c._replace(shares=c.shares and c.shares._replace(group=None)) for c in found),
+        )
 
     def tensors(self, span: Span) -> Any:
         """Return what the stage before sends for a slice."""
-        made = [form.tensor(span) for form in self.forms]
-        return made[0] if self.single else tuple(made)
+        specs = self.spec.at(self.cuts, span).tensors
+        made = [torch.empty(spec.shape, dtype=spec.dtype).requires_grad_(spec.needs_grad) for spec in specs]
+        return made[0] if self.spec.single else tuple(made)
 
 
 class Alongside:

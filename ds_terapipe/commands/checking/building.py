@@ -5,25 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import bad_value
 
 UNFAKED = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+)  # fmt: skip
 
 
 class Built(BaseException):
@@ -64,13 +57,8 @@ def stopping(config_path: str | None) -> Iterator[None]:
         def __init__(
             self, *args: Any, token_pipeline: Any, elastic_pipeline: Any = None, controller: Any = None, **kwargs: Any
         ) -> None:
-            why, self._controller = "", Controller()
-            try:
-                super(ours, self).__init__(*args, **kwargs)
-            except UNFAKED as problem:
-                why = f"the engine reads values ({problem})"
-            self._token_pipeline = token_pipeline
-            raise Built(None if why else self, kwargs["model"], token_pipeline, True, kwargs["config_class"], why)
+            self._controller, self._token_pipeline = Controller(), token_pipeline
+            _build(self, super(ours, self).__init__, args, kwargs, token_pipeline, cut=True)
 
         def destroy(self) -> None:
             """Leave everything: the process ends."""
@@ -78,16 +66,14 @@ def stopping(config_path: str | None) -> Iterator[None]:
         def __del__(self) -> None:
             pass
 
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        why, engine = "", None
-        try:
-            engine = _Plain(*args, **kwargs)
-        except UNFAKED as problem:
-            why = f"the engine reads values ({problem})"
-        raise Built(engine, kwargs["model"], TokenPipelineConfig(slices=1), False, kwargs["config_class"], why)
+    class PlainEngine(PipelineEngine):  # type: ignore[misc]
+        """DeepSpeed's own engine."""
 
-    class _Plain(PipelineEngine):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            _build(self, super().__init__, args, kwargs, TokenPipelineConfig(slices=1), cut=False)
+
         def makes_weight_gradients_once(self) -> bool:
+            """Answer as an engine of this package."""
             return False
 
         def __del__(self) -> None:
@@ -98,12 +84,24 @@ def stopping(config_path: str | None) -> Iterator[None]:
             (pipeline, "TokenPipelineEngine", CheckedEngine),
             (elastic, "ElasticPipelineEngine", CheckedEngine),
             (start, "place_stages", _unplaced),
-            (deepspeed, "PipelineEngine", plain),
+            (deepspeed, "PipelineEngine", PlainEngine),
             (deepspeed, "DeepSpeedEngine", _no_pipeline),
             (deepspeed, "initialize", _configured(deepspeed.initialize, config_path)),
         ):
             stack.enter_context(mock.patch.object(holder, name, value))
         yield
+
+
+def _build(
+    engine: Any, make: Callable[..., None], args: Any, kwargs: dict[str, Any], settings: TokenPipelineConfig, cut: bool
+) -> NoReturn:
+    """Run DeepSpeed's part of an engine's constructor, and raise `Built`."""
+    why = ""
+    try:
+        make(*args, **kwargs)
+    except UNFAKED as problem:
+        why = f"the engine reads values ({problem})"
+    raise Built(None if why else engine, kwargs["model"], settings, cut, kwargs["config_class"], why)
 
 
 def _no_pipeline(*args: Any, **kwargs: Any) -> Any:

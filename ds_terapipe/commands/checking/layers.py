@@ -17,6 +17,7 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import parts_of
 from ds_terapipe.pipeline.token_shares import shares_of
+from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.refusals import cuts
 
 
@@ -100,8 +101,8 @@ def _name(layer: Any) -> str:
     return getattr(layer, "__name__", type(layer).__name__) if module is None else type(module).__name__
 
 
-def model_sizes(module: Any) -> dict[str, Any] | None:
-    """Return the fields of `hardware.Model` for a decoder of `ds_terapipe.megatron` or `ds_terapipe.hf`, else None."""
+def model_sizes(module: Any) -> Model | None:
+    """Return the sizes of a decoder of `ds_terapipe.megatron` or `ds_terapipe.hf`, else None."""
     if type(module).__name__ == "DecoderPipeline":
         return _of_hugging_face(module.source.config)
     if type(module).__name__ == "GPTPipeline":
@@ -109,31 +110,31 @@ def model_sizes(module: Any) -> dict[str, Any] | None:
     return None
 
 
-def _of_hugging_face(config: Any) -> dict[str, Any]:
-    return {
-        "name": config.model_type,
-        "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": getattr(config, "num_key_value_heads", None) or 0,
-        "kv_channels": getattr(config, "head_dim", None) or 0,
-        "ffn_hidden_size": getattr(config, "intermediate_size", None) or 0,
-        "vocab_size": config.vocab_size,
-        "swiglu": getattr(config, "hidden_act", "") == "silu",
-    }
+def _of_hugging_face(config: Any) -> Model:
+    return Model(
+        config.model_type,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        ffn_hidden_size=getattr(config, "intermediate_size", None) or 0,
+        num_query_groups=getattr(config, "num_key_value_heads", None) or 0,
+        kv_channels=getattr(config, "head_dim", None) or 0,
+        vocab_size=config.vocab_size,
+        swiglu=getattr(config, "hidden_act", "") == "silu",
+    )
 
 
-def _of_megatron(module: Any) -> dict[str, Any]:
+def _of_megatron(module: Any) -> Model:
     specs = ModelChunks(module).specs
     config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
-    return {
-        "name": "GPT",
-        "num_layers": sum(module.layers_per_stage),
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_query_groups": config.num_query_groups or 0,
-        "kv_channels": config.kv_channels or 0,
-        "ffn_hidden_size": config.ffn_hidden_size or 0,
-        "vocab_size": vocab_size,
-        "swiglu": bool(config.gated_linear_unit),
-    }
+    return Model(
+        "GPT",
+        sum(module.layers_per_stage),
+        config.hidden_size,
+        config.num_attention_heads,
+        ffn_hidden_size=config.ffn_hidden_size or 0,
+        num_query_groups=config.num_query_groups or 0,
+        kv_channels=config.kv_channels or 0,
+        vocab_size=vocab_size,
+        swiglu=bool(config.gated_linear_unit),
+    )

@@ -9,31 +9,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ds_terapipe.pipeline.recording.accounting import Peak
 from ds_terapipe.pipeline.storages import storage_id
 
 
-class CountedPeak(TorchDispatchMode):
-    """`recording.accounting.Peak` of everything that operators allocate while the mode is on, real or fake."""
+class CountedPeak(TorchDispatchMode, Peak):
+    """`Peak` of everything that operators allocate while the mode is on, real or fake."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
+        Peak.__init__(self)
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._there = 0
-        self._most = self._beside = 0.0
 
-    def begin(self) -> None:
-        """Implement :meth:`Peak.begin`."""
-        self._live, self._there, self._most, self._beside = {}, 0, 0.0, 0.0
+    def restart(self) -> int:
+        self._live, self._there = {}, 0
+        return 0
 
-    def mark(self, beside: float) -> None:
-        """Implement :meth:`Peak.mark`."""
-        self._look()
-        self._beside = beside
-
-    def taken(self) -> float:
-        """Implement :meth:`Peak.taken`."""
-        self._look()
-        return self._most
+    def highest(self) -> int:
+        return self._there
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +37,7 @@ class CountedPeak(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and storage_id(tensor) not in given:
                 self._allocated(tensor)
-        self._look()
+        self.look()
         return result
 
     def _allocated(self, tensor: Tensor) -> None:
@@ -58,6 +52,3 @@ class CountedPeak(TorchDispatchMode):
 
         live[key] = weakref.ref(storage, freed), storage.nbytes()
         self._there += storage.nbytes()
-
-    def _look(self) -> None:
-        self._most = max(self._most, self._there - self._beside)

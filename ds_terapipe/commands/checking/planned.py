@@ -17,7 +17,7 @@ from ds_terapipe.pipeline.placing import placement_of_parts
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory
-from ds_terapipe.plan.costs.hardware import Cluster, Model
+from ds_terapipe.plan.costs.hardware import Cluster
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Plan, compact
@@ -71,9 +71,7 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
         lines = ["plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"]
     else:
         plan = _chosen(reports, settings, model, cluster)
-        costs = (
-            f"costs: {first.sizes['name']} on {cluster.name}, estimated from datasheets; the launch measures its own"
-        )
+        costs = f"costs: {first.sizes.name} on {cluster.name}, estimated from datasheets; the launch measures its own"
         lines = [costs, *plan.lines()]
     if plan is not None:
         lengths, schedule = plan.slices, plan.schedule
@@ -111,7 +109,7 @@ def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
         return StageMemory()
     report = reports[stage]
     layers = [sum(name in _LAYERS for name in each.layers) for each in reports]
-    return analytic_memory(Model(**sizes), layers, report.tensor, report.sequences).stages[stage]
+    return analytic_memory(sizes, layers, report.tensor, report.sequences).stages[stage]
 
 
 def _of_file(path: str, settings: TokenPipelineConfig, first: Report, where: Placement) -> Plan:
@@ -128,11 +126,11 @@ def _of_file(path: str, settings: TokenPipelineConfig, first: Report, where: Pla
 def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster) -> Plan:
     first = reports[0]
     layers = tuple(sum(name in _LAYERS for name in report.layers) for report in reports)
-    source = Analytic(Model(**(first.sizes or {})), cluster, layers, first.tensor, first.replicas)
+    assert first.sizes is not None and first.length is not None
+    source = Analytic(first.sizes, cluster, layers, first.tensor, first.replicas)
     given = settings.memory_gb
     if given is not None:  # of activations and buffers alone
         model = replace(model, stages=tuple(replace(stage, fixed=0.0) for stage in model.stages))
-    assert first.length is not None
     request = Request(
         seq_length=first.length, stages=first.stages, micro_batches=first.micro_batches, schedule=settings.schedule,
         granularity=math.lcm(settings.granularity, first.multiple),

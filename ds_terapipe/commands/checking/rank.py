@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.plan.costs.hardware import Model
 
 if TYPE_CHECKING:  # they import torch
     from ds_terapipe.commands.checking.bytes import Kept
@@ -61,8 +62,7 @@ class Report:
         settings, cut: the block ``token_pipeline``, whether there is one.
         weights_once: weight gradients are made once per micro-batch.
         multiple: number of tokens that every slice must be a multiple of.
-        shards: replicas that share the optimiser's state.
-        sizes: the model's, as `plan.costs.hardware.Model` has them; None where they are not known.
+        sizes: the model's; None where they are not known.
         ranks: the first rank of each stage.
         last_shard: the last tensor-parallel rank of the first stage.
         signatures: of every stage, on request.
@@ -86,7 +86,7 @@ class Report:
     settings: dict[str, Any]
     cut: bool
     weights_once: bool
-    sizes: dict[str, Any] | None
+    sizes: Model | None
     ranks: tuple[int, ...]
     last_shard: int
     multiple: int = 1

@@ -65,10 +65,9 @@ class Row:
 def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, ...], kind: str | None = None) -> Row:
     """Simulate a step in these slices."""
     request = inputs.request
-    run = request.times(inputs.source.cost(inputs.sequences)).simulate(schedule, slices)
+    run = request.times(inputs.cost).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
-    where = request.where
-    return _row(inputs, kind or str(schedule), name, slices, run, peak, None, len(where.stages) // where.places)
+    return _row(inputs, kind or str(schedule), name, slices, run, peak, request.placement)
 
 
 def interleaved(inputs: Inputs) -> Row | str:
@@ -85,9 +84,9 @@ def interleaved(inputs: Inputs) -> Row | str:
     found = []
     for chunks in _CHUNKS if isinstance(inputs.source, Analytic) else _UNKNOWN_LAYERS:
         placement = Placement.interleaved(request.stages, chunks)
-        cost = chunked(inputs.source, inputs.sequences, placement)
-        if cost is not None:
-            found.append(_interleaved(inputs, cost, placement))
+        there = chunked(inputs.source, inputs.sequences, placement)
+        if there is not None:
+            found.append(_interleaved(inputs, there[0], placement))
     if not found:
         return "interleaving: not possible, no number of chunks divides every stage's layers"
     return min(found, key=lambda each: (not each.fits, each.step_s))
@@ -96,7 +95,7 @@ def interleaved(inputs: Inputs) -> Row | str:
 def more_tensor_parallel(inputs: Inputs) -> list[Row] | str:
     """Return plans with more devices per layer and fewer stages, within a node, unsliced; or why there is none."""
     source = inputs.source
-    if not isinstance(source, Analytic):
+    if not isinstance(source, Analytic) or inputs.parts is not None:
         return "tensor parallelism: not known from these costs, use --model"
     devices, node = source.stages * source.tensor_parallel, source.cluster.devices_per_node
     if source.tensor_parallel >= node:
@@ -151,7 +150,7 @@ def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | No
     """Return the picture of a step, in milliseconds where costs are seconds."""
     scale = 1.0 if inputs.units else 1e3
     intervals = [[Interval(scale * each.start, scale * each.end) for each in places] for places in run.intervals]
-    return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals=intervals, placement=placement)
+    return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals, placement)
 
 
 def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
@@ -166,16 +165,20 @@ def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
             for stage, place in zip(request.memory.stages, run.places, strict=True)
         )
     name = f"interleaved 1F1B, {chunks} chunks per stage"
-    return _row(inputs, "interleaved", name, whole, run, peak, placement, chunks)
+    return _row(inputs, "interleaved", name, whole, run, peak, placement)
 
 
 def _row(
-    inputs: Inputs, kind: str, name: str, slices: tuple[int, ...], run: Simulation, peak: float | None,
-    placement: Placement | None = None, chunks: int = 1,
-) -> Row:  # fmt: skip
+    inputs: Inputs,
+    kind: str,
+    name: str,
+    slices: tuple[int, ...],
+    run: Simulation,
+    peak: float | None,
+    placement: Placement | None,
+) -> Row:
     request = inputs.request
+    chunks = 1 if placement is None else len(placement.stages) // placement.places
     live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks * inputs.sequences
     fits = peak is None or request.memory_gb is None or peak <= request.memory_gb * GIGABYTE
-    return Row(
-        kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement or request.placement
-    )
+    return Row(kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement)

@@ -16,12 +16,12 @@ from ds_terapipe.commands.planning.alternatives import (
     whole_sequences,
 )
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, shown_time
-from ds_terapipe.commands.planning.several import placed, placements
+from ds_terapipe.commands.planning.several import placements
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, given, schedule_named
+from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -53,12 +53,7 @@ def compare(
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))
     said = verdicts(inputs, best.step_s, len(best.slices) > 1, alternatives, why_not)
     data = {
-        "seq_length": request.seq_length,
-        "stages": request.stages,
-        "micro_batches": request.micro_batches,
-        "sequences": inputs.sequences,
-        "unit_costs": inputs.units,
-        "costs": inputs.source.text,
+        **inputs.figures,
         "schedules": [
             {"name": each.name, "schedule": each.kind, "slices": list(each.slices), **each.figures()} for each in rows
         ],
@@ -74,10 +69,8 @@ def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> 
 
     A searched order may have slices of its own where none are given.
     """
-    there = {"": inputs, **{f", {name}": placed(inputs, each) for name, each in placements(inputs).items()}}
+    there = {"": inputs, **{f", {name}": on for name, on in placements(inputs).items()}}
     for name, on in there.items():
-        if on is None:
-            continue
         request = replace(on.request, search_s=search_s / len(there))
         schedule, lengths = ZERO_BUBBLE.name, slices
         found: tuple[str | Schedule, tuple[int, ...]] | None = None
@@ -89,9 +82,9 @@ def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> 
             found = None if plan.order is None else (plan.runs, plan.slices)
             named = plan if plan.order is None else min(plan.losing, key=lambda each: (not each.fits, each.step_s))
             schedule, lengths = named.schedule, named.slices
-        elif search_s and not why_not(times := request.times(on.source.cost(on.sequences)), schedule, lengths):
+        elif search_s and not why_not(times := request.times(on.cost), schedule, lengths):
             better = improve(times, request, schedule, [lengths])
-            found = None if better is None else (given(better.order), lengths)
+            found = None if better is None else (better.runs, lengths)
         if name:
             yield row(on, f"{schedule}{name}, 2 stages a place, {len(lengths)} slices", schedule, lengths)
         if found is not None:

@@ -207,63 +207,15 @@ class Measured:
         return self.measured.memory
 
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """Another source with several stages on each of its places: each has an equal part of the place's layers."""
-
-    whole: Analytic | Units
-    placement: Placement
-
-    @property
-    def stages(self) -> int:
-        """Stages of the model."""
-        return len(self.placement.stages)
-
-    @property
-    def text(self) -> str:
-        """Description of the source."""
-        return self.whole.text
-
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """The same for a plan's file."""
-        return self.whole.about
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds of a step after its last action."""
-        return self.whole.overhead_s
-
-    @property
-    def device_gb(self) -> float | None:
-        """Memory of a device in 1e9 bytes."""
-        return self.whole.device_gb
-
-    def cost(self, sequences: int) -> Cost:
-        """Return the cost of micro-batches of so many sequences."""
-        found = chunked(self.whole, sequences, self.placement)
-        assert found is not None  # as it was asked for
-        return found
-
-    def memory(self, sequences: int) -> MemoryModel | None:
-        """Return the memory of micro-batches of so many sequences."""
-        layout = _layout(self.whole, self.placement) if isinstance(self.whole, Analytic) else None
-        return None if layout is None else layout.memory(sequences)
+Source: TypeAlias = Analytic | Measured | Units
 
 
-Source: TypeAlias = Analytic | Measured | Units | Placed
-
-
-def chunked(source: Source, sequences: int, placement: Placement) -> Cost | None:
-    """Return costs of several stages on each place of a source; None where layers do not divide."""
-    if isinstance(source, Analytic):
-        layout = _layout(source, placement)
-        return None if layout is None else layout.cost(sequences)
-    return None if isinstance(source, Placed) else Parts(source.cost(sequences), placement)
-
-
-def _layout(source: Analytic, placement: Placement) -> Analytic | None:
+def chunked(source: Source, sequences: int, placement: Placement) -> tuple[Cost, MemoryModel | None] | None:
+    """Return costs and memory of several stages on each place, equal parts of its layers; None where these do not divide."""
+    if not isinstance(source, Analytic):
+        return Parts(source.cost(sequences), placement), None
     chunks = len(placement.stages) // placement.places
     if any(count % chunks for count in source.layers):
         return None
-    return source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
+    layout = source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
+    return layout.cost(sequences), layout.memory(sequences)

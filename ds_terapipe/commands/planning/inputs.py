@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.choose import Request, choose
-from ds_terapipe.plan.costs.cost import MeasuredCost
+from ds_terapipe.plan.costs.cost import Cost, MeasuredCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load_model
 from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.result import Plan, seconds_text
@@ -26,8 +26,8 @@ from ds_terapipe.schedule import NAMES
 if TYPE_CHECKING:
     from ds_terapipe.config import TokenPipelineConfig
 
-_CLUSTER = next(iter(CLUSTERS))
-_SEQ_LENGTH = 2048
+CLUSTER = next(iter(CLUSTERS))
+SEQ_LENGTH = 2048
 _UNIT_STAGES = 4
 AUTO = "auto"
 
@@ -43,6 +43,7 @@ class Inputs:
         slices: of the configuration: a number, lengths, or ``auto``.
         notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
+        parts: costs of several stages on each place; None: those of the source.
     """
 
     source: Source
@@ -51,11 +52,30 @@ class Inputs:
     slices: int | tuple[int, ...] | str
     notes: tuple[str, ...]
     cuts: bool = True
+    parts: Cost | None = None
+
+    @property
+    def cost(self) -> Cost:
+        """The costs of the stages."""
+        return self.source.cost(self.sequences) if self.parts is None else self.parts
 
     @property
     def units(self) -> bool:
         """Whether no cost was given; seconds are those of `cost_sources.UnitCost`."""
         return isinstance(self.source, Units)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The sizes and the costs for JSON."""
+        request = self.request
+        return {
+            "seq_length": request.seq_length,
+            "stages": request.stages,
+            "micro_batches": request.micro_batches,
+            "sequences": self.sequences,
+            "unit_costs": self.units,
+            "costs": self.source.text,
+        }
 
     @property
     def lines(self) -> list[str]:
@@ -78,7 +98,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     costs.add_argument(
         "--model", metavar="FILE", help=f"model: a JSON file with Megatron's names, or one of {', '.join(MODELS)}"
     )
-    costs.add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {_CLUSTER} (the default)")
+    costs.add_argument("--cluster", metavar="FILE", help=f"devices: a JSON file, or {CLUSTER} (the default)")
     costs.add_argument(
         "--measured",
         metavar="FILE",
@@ -91,7 +111,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--stage-layers", metavar="N,N", help="Transformer layers of each stage (default: even)")
     shape.add_argument("--sequences", type=int, metavar="B", help="sequences of one replica in a step")
     shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of one replica in a step")
-    shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {_SEQ_LENGTH})")
+    shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {SEQ_LENGTH})")
     shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="schedule to use (default: auto, the fastest)")
     shape.add_argument(
         "--granularity", type=int, metavar="TOKENS", help="divisor of the lengths of unequal slices (default: 8)"
@@ -181,7 +201,7 @@ def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0
     """
     request = replace(inputs.request, schedule=schedule or inputs.request.schedule, search_s=search_s)
     try:
-        return choose(inputs.source.cost(inputs.sequences), request)
+        return choose(inputs.cost, request)
     except ConfigError as error:
         source = inputs.source
         if isinstance(source, Analytic) and source.fixed and str(error).startswith("memory_gb: "):
@@ -199,15 +219,20 @@ def _places(plan: Plan) -> int:
 def check_numbers(options: argparse.Namespace) -> None:
     """Raises ConfigError for a number that none of the arguments of `add_inputs` can be."""
     whole = ("stages", "tensor_parallel", "data_parallel", "sequences", "micro_batches", "seq_length", "granularity")
-    for name in whole:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
+    check_positive(options, whole)
     if not (options.search >= 0 and math.isfinite(options.search)):
         raise bad_value("--search", options.search, "a number of seconds, or 0", "10")
     value = options.memory_gb
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise bad_value("--memory-gb", value, "a positive number of 1e9 bytes", "e.g. 16")
+
+
+def check_positive(options: argparse.Namespace, names: Iterable[str]) -> None:
+    """Raises ConfigError for an argument among these that is below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
 
 
 def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
@@ -260,7 +285,7 @@ class _Given(NamedTuple):
         given, plan = self.options.seq_length, self.plan
         if given is not None and plan is not None and given != plan.seq_length:
             raise bad_value("--seq-length", given, "that of the plan", str(plan.seq_length))
-        known = source.measured.max_length if isinstance(source, Measured) else _SEQ_LENGTH
+        known = source.measured.max_length if isinstance(source, Measured) else SEQ_LENGTH
         return int(given or (plan.seq_length if plan else known))
 
     def source(self, unit_costs: bool) -> Source:
@@ -282,7 +307,7 @@ class _Given(NamedTuple):
         if unit_costs:
             # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
             apart = self.weights_once and (self.plan is not None or options.weight_gradients is not None)
-            length = options.seq_length or (self.plan.seq_length if self.plan else _SEQ_LENGTH)
+            length = options.seq_length or (self.plan.seq_length if self.plan else SEQ_LENGTH)
             return Units(self.stages or _UNIT_STAGES, length, apart)
         raise ConfigError(
             "--model: missing, must be there unless costs are measured, use a model file, one of "
@@ -309,9 +334,9 @@ class _Given(NamedTuple):
     def _analytic(self, stages: int | None, notes: list[str]) -> Analytic:
         options = self.options
         model = load_model(options.model)
-        cluster = load_cluster(options.cluster or _CLUSTER)
+        cluster = load_cluster(options.cluster or CLUSTER)
         if options.cluster is None:
-            notes.append(f"--cluster is not given: {_CLUSTER}")
+            notes.append(f"--cluster is not given: {CLUSTER}")
         if options.stage_layers is not None:
             layers = read_layers(options.stage_layers, model.num_layers, stages)
         elif stages is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_terapipe.commands.planning.cost_sources import Analytic, Placed, Units, chunked
+from ds_terapipe.commands.planning.cost_sources import Measured, chunked
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.improve import GAIN
@@ -12,13 +12,14 @@ from ds_terapipe.plan.result import Option, Plan, seconds_text
 from ds_terapipe.schedule import Placement
 
 
-def placements(inputs: Inputs) -> dict[str, Placement]:
-    """Return the placements of two stages on each place whose costs are known, by their names in a configuration."""
+def placements(inputs: Inputs) -> dict[str, Inputs]:
+    """Return the inputs for two stages on each place where their costs are known, by the placement's name."""
     places = inputs.request.stages
     if places == 1 or inputs.request.placement is not None:
         return {}
     found = {"interleaved": Placement.interleaved(places, 2), "v": Placement.v(places)}
-    return {name: placement for name, placement in found.items() if placed(inputs, placement) is not None}
+    there = {name: placed(inputs, placement) for name, placement in found.items()}
+    return {name: on for name, on in there.items() if on is not None}
 
 
 def placed(inputs: Inputs, placement: Placement | None) -> Inputs | None:
@@ -26,11 +27,12 @@ def placed(inputs: Inputs, placement: Placement | None) -> Inputs | None:
     source = inputs.source
     if placement is None:
         return inputs
-    if not isinstance(source, Analytic | Units) or chunked(source, inputs.sequences, placement) is None:
+    there = None if isinstance(source, Measured) else chunked(source, inputs.sequences, placement)
+    if there is None:
         return None
-    there = Placed(source, placement)
-    request = replace(inputs.request, stages=there.stages, placement=placement, memory=there.memory(inputs.sequences))
-    return replace(inputs, source=there, request=request)
+    cost, memory = there
+    request = replace(inputs.request, stages=len(placement.stages), placement=placement, memory=memory)
+    return replace(inputs, parts=cost, request=request)
 
 
 def choose_placed(inputs: Inputs, search_s: float) -> Plan:
@@ -42,9 +44,7 @@ def choose_placed(inputs: Inputs, search_s: float) -> Plan:
     others = placements(inputs) if inputs.request.schedule == AUTO else {}
     each = search_s / (1 + len(others))
     best = alone = choose_plan(inputs, search_s=each)
-    for placement in others.values():
-        there = placed(inputs, placement)
-        assert there is not None  # its costs are known
+    for there in others.values():
         try:
             plan = choose_plan(there, search_s=each)
         except ConfigError:  # it does not fit

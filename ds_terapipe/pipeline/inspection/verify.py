@@ -128,20 +128,14 @@ class _Recorder:
         inside = {id(module) for outside in skip for module in outside.modules()}
         for name, module in root.named_modules():
             if name and id(module) not in inside:
-                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._after(name)))
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(self._after, name)))
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.add(name, "input", (args, kwargs))
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.add(name, "input", (args, kwargs))
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.add(name, "output", output)
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.add(name, "output", output)
 
     def add(self, module: str, what: str, value: Any) -> None:
         """Record clones of the tensors in ``value``, since modules may reuse their buffers."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,47 +68,53 @@ class LiveUnits:
         return tuple(tuple(lengths[micro_batch]) for micro_batch in sorted(lengths))
 
 
-class Peak(Protocol):
-    """Meter of a place's peak memory."""
+class Peak(ABC):
+    """Meter of a place's peak memory: the most bytes beyond those at the start and those that are excluded."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        self._beside = self._most = 0.0
 
     def begin(self) -> None:
         """Start counting."""
+        self._before = self.restart()
+        self._beside = self._most = 0.0
 
     def mark(self, beside: float) -> None:
         """Exclude so many of the bytes from here on."""
-
-    def taken(self) -> float:
-        """Return the peak in bytes since the start, without bytes present at the start and excluded ones."""
-
-
-class DevicePeak:
-    """:class:`Peak` of a CUDA device, by the counters of PyTorch's allocator; it resets the peak counter."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
-        self._beside = self._most = 0.0
-
-    def begin(self) -> None:
-        """Implement :meth:`Peak.begin`."""
-        self._forget()
-        self._before = torch.cuda.memory_allocated(self._device)
-        self._beside = self._most = 0.0
-
-    def mark(self, beside: float) -> None:
-        """Implement :meth:`Peak.mark`."""
-        self._look()
+        self.look()
         self._beside = beside
 
     def taken(self) -> float:
-        """Implement :meth:`Peak.taken`."""
-        self._look()
+        """Return the peak in bytes since the start, without bytes present at the start and excluded ones."""
+        self.look()
         return self._most
 
-    def _look(self) -> None:
-        self._most = max(self._most, self._forget() - self._before - self._beside)
+    def look(self) -> None:
+        """Take the most bytes since the last look into account."""
+        self._most = max(self._most, self.highest() - self._before - self._beside)
 
-    def _forget(self) -> int:
-        """Return the peak in bytes since the last call."""
+    @abstractmethod
+    def restart(self) -> int:
+        """Forget what was, and return the bytes that are there."""
+
+    @abstractmethod
+    def highest(self) -> int:
+        """Return the most bytes that were there since the last call."""
+
+
+class DevicePeak(Peak):
+    """:class:`Peak` of a CUDA device, by the counters of PyTorch's allocator; it resets the peak counter."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def restart(self) -> int:
+        self.highest()
+        return torch.cuda.memory_allocated(self._device)
+
+    def highest(self) -> int:
         # like max_memory_allocated, which first builds a flat table of some hundred figures
         peak = int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
         _highest[self._device] = max(_highest.get(self._device, 0), peak)

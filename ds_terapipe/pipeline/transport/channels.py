@@ -2,7 +2,7 @@
 
 On NCCL a group runs its messages in the order of their issue, each until its peer joins. PyTorch documents this for
 unbatched messages in a group that is bound to a device, as DeepSpeed's are. A group with two channels could queue a
-send behind a receive that waits for it; see ``schedule/streams.py``, which replays that. All ranks make all groups
+send behind a receive that waits for it; see ``schedule/channels.py``. All ranks make all groups
 together, in one order, and each is used once before the first step. A communicator made by its first message would
 block the sender's host until the receiver arrives.
 """

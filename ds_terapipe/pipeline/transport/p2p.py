@@ -3,8 +3,8 @@
 Every channel, one direction of one boundary, has its own process group (``channels.py``). So each is a queue whose
 order both ends know from the schedule. Several tensors are packed into one message. Shapes and types of a boundary are
 announced once, between hosts, and follow from the tokens afterwards (``boundary.py``). A send completes only when its
-receiver arrives, so a rank waits for sends only to bound their memory. ``schedule/streams.py`` and
-``schedule/hardware_queue.py`` prove that this cannot deadlock.
+receiver arrives, so a rank waits for sends only to bound their memory. ``schedule/hardware_queue.py``
+proves that this cannot deadlock.
 """
 
 from __future__ import annotations

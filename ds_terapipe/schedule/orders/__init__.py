@@ -13,25 +13,7 @@ from .forwards import FORWARD_ONLY
 from .interleaved import INTERLEAVED
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from .registry import Schedule, register, schedule_named, trainable
-from .terapipe import TERAPIPE
 from .zero_bubble import ZERO_BUBBLE
-
-__all__ = [
-    "FORWARD_ONLY",
-    "INTERLEAVED",
-    "NAMES",
-    "ONE_FORWARD_ONE_BACKWARD",
-    "SCHEDULES",
-    "TERAPIPE",
-    "ZERO_BUBBLE",
-    "Schedule",
-    "forward_only",
-    "names_on",
-    "order",
-    "peak_live_units",
-    "register",
-    "schedule_named",
-]
 
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
@@ -77,7 +59,7 @@ def forward_only(stages: int | Placement, slices: Sequence[int]) -> list[list[Ac
 def peak_live_units(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) -> list[int]:
     """Return the largest number of live units on each place: run forward but not yet backward, with activations held.
 
-    A unit counts once for each stage that goes backward. With one stage on each place this is the peak, else a bound on it.
+    A unit counts once for each stage that goes backward.
     Arguments and errors as in `order`.
     """
     schedule = schedule_named(name)

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..actions import Action, Op
-from ..placement import Placement
 from .registry import Schedule, register
 from .segments import placed
-from .units import ascending
+from .units import ascending, passes
 
 
 def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
-    return [Action(Op.FORWARD, stage, unit) for unit in ascending(slices)]
+    return passes(Op.FORWARD, stage, ascending(slices))
 
 
-def _none(placement: Placement, slices: Sequence[int]) -> list[int]:
-    return [0] * placement.places
-
-
-FORWARD_ONLY = register(Schedule("forward_only", partial(placed, _row), _none))
+FORWARD_ONLY = register(
+    Schedule("forward_only", partial(placed, _row), lambda placement, slices: [0] * placement.places)
+)

@@ -9,20 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..actions import Action
-from .registry import Schedule, register
-from .segments import bounded, placed
-from .units import alternate, ascending, descending
+from ..actions import Action, Op
+from .registry import Schedule, held_by, register
+from .segments import placed
+from .units import alternate, ascending, descending, passes
 
 
-def row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
-    """Return the order of one of so many stages, each on a place of its own."""
-    return alternate(stage, ascending(slices), descending(slices), _warm_up(stage, stages, slices))
-
-
-def live(stage: int, stages: int, slices: Sequence[int]) -> int:
-    """Return the most units that are live on it."""
-    return min(len(ascending(slices)), _warm_up(stage, stages, slices) + 1)
+def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
+    forward, backward = passes(Op.FORWARD, stage, ascending(slices)), passes(Op.BACKWARD, stage, descending(slices))
+    return alternate(forward, backward, _warm_up(stage, stages, slices))
 
 
 def _warm_up(stage: int, stages: int, slices: Sequence[int]) -> int:
@@ -32,4 +27,5 @@ def _warm_up(stage: int, stages: int, slices: Sequence[int]) -> int:
     return min(sum(slices), stages - stage - 1 + max(slices) - 1)
 
 
-ONE_FORWARD_ONE_BACKWARD = register(Schedule("1f1b", partial(placed, row), partial(bounded, live), "slice-level 1F1B"))
+_order = partial(placed, _row)
+ONE_FORWARD_ONE_BACKWARD = register(Schedule("1f1b", _order, held_by(_order), "slice-level 1F1B"))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 from ..actions import Action
+from ..fill import most_live
 from ..placement import Placement
+
+Order: TypeAlias = Callable[[Placement, Sequence[int]], list[list[Action]]]
+Bound: TypeAlias = Callable[[Placement, Sequence[int]], list[int]]
 
 
 class Schedule(NamedTuple):
@@ -17,17 +22,26 @@ class Schedule(NamedTuple):
         order: the computations of a step, one list per place, from a placement and the number of slices of each micro-batch.
             Weight gradients are among them, or are put right behind their backward passes where a stage makes them apart.
         bound: from the same, for each place: so many pairs of stage and unit at most have gone forward and not yet backward
-            at once, on stages that go backward.
+            at once, on stages that go backward. `held_by` makes one.
         title: in tables, for a schedule that trains with slices, and that a configuration may name for that; empty for others.
     """
 
     name: str
-    order: Callable[[Placement, Sequence[int]], list[list[Action]]]
-    bound: Callable[[Placement, Sequence[int]], list[int]]
+    order: Order
+    bound: Bound
     title: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+
+def held_by(order: Order) -> Bound:
+    """Return what an order itself holds at most, as the bound of a schedule."""
+    return partial(_held, order)
+
+
+def _held(order: Order, placement: Placement, slices: Sequence[int]) -> list[int]:
+    return [most_live(row, placement) for row in order(placement, slices)]
 
 
 _SCHEDULES: dict[str, Schedule] = {}

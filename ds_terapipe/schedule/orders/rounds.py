@@ -9,13 +9,45 @@ unit more on the way. Megatron and Seq1F1B (arXiv 2406.03488) have two, which ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from ..actions import Action, Op, Unit
 from ..placement import Placement
-from .units import ascending
+from .units import alternate, ascending
 
-_Sequence: TypeAlias = list[tuple[int, Unit]]
+
+def in_turn(placement: Placement) -> bool:
+    """Whether stage s is on place s mod K, and each place has as many."""
+    places = placement.places
+    each = all(stage.place == number % places for number, stage in enumerate(placement.stages))
+    return each and len(placement.stages) % places == 0
+
+
+class Around(NamedTuple):
+    """Units that go around the places in groups.
+
+    Attributes:
+        forward, backward: the units of each group.
+        ahead: units that each place has on the way beyond those of the next one.
+    """
+
+    forward: Sequence[Sequence[Unit]]
+    backward: Sequence[Sequence[Unit]]
+    ahead: int
+
+    def rows(self, placement: Placement) -> list[list[Action]]:
+        """The passes on each place."""
+        rows = (alternate(*self._passes(placement, place)) for place in range(placement.places))
+        return [[a for a in row if a.op is Op.FORWARD or placement.goes_backward(a.stage)] for row in rows]
+
+    def _passes(self, placement: Placement, place: int) -> tuple[list[Action], list[Action], int]:
+        """Return forwards and backwards, and how many forwards come before the first pair of both."""
+        stages = placement.stages_on(place)
+        forward = [Action(Op.FORWARD, stage, unit) for group in self.forward for stage in stages for unit in group]
+        backward = [Action(Op.BACKWARD, s, unit) for group in self.backward for s in stages[::-1] for unit in group]
+        at = {action[1:]: index for index, action in enumerate(forward)}
+        own = max(at[action[1:]] - index for index, action in enumerate(backward))
+        return forward, backward, min(len(forward), own + self.ahead * (placement.places - place - 1))
 
 
 def fits(placement: Placement) -> bool:
@@ -23,56 +55,15 @@ def fits(placement: Placement) -> bool:
 
     A forward-only stage would hold a group's outputs, for which nothing bounds it.
     """
-    places, stages = placement.places, len(placement.stages)
-    in_turn = all(stage.place == number % places for number, stage in enumerate(placement.stages))
-    return in_turn and stages > places > 1 and stages % places == 0 and not placement.forward_only
+    return in_turn(placement) and len(placement.stages) > placement.places > 1 and not placement.forward_only
 
 
 def order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     """The forward and backward passes on each place."""
-    forward, backward = _sequences(placement, slices)
-    places = placement.places
-    grid = []
-    for place in range(places):
-        warm_up = _warm_up(place, placement, forward, backward)
-        there = [Action(Op.FORWARD, chunk * places + place, unit) for chunk, unit in forward]
-        back = [Action(Op.BACKWARD, chunk * places + place, unit) for chunk, unit in backward]
-        pairs = [each for pair in zip(there[warm_up:], back, strict=False) for each in pair]
-        grid.append(there[:warm_up] + pairs + back[len(there) - warm_up :])
-    return grid
-
-
-def bound(placement: Placement, slices: Sequence[int]) -> list[int]:
-    """The most pairs of stage and unit that are live on each place."""
-    forward, backward = _sequences(placement, slices)
-    return [min(_warm_up(place, placement, forward, backward) + 1, len(forward)) for place in range(placement.places)]
-
-
-def _warm_up(place: int, placement: Placement, forward: _Sequence, backward: _Sequence) -> int:
-    """Forwards of a place before its first pair of one forward and one backward."""
-    index = {each: number for number, each in enumerate(forward)}
-    last = max(index[each] - number for number, each in enumerate(backward))  # of the last place
-    return min(len(forward), last + placement.places - 1 - place)
-
-
-def _sequences(placement: Placement, slices: Sequence[int]) -> tuple[_Sequence, _Sequence]:
-    """The forwards and the backwards of any place: which of its stages, and which unit."""
-    chunks = range(len(placement.stages) // placement.places)
-    groups = _groups(slices, placement.places)
-    forward = [(chunk, unit) for group in groups for chunk in chunks for unit in group]
-    backward = [
-        (chunk, unit)
-        for group in groups
-        for chunk in reversed(chunks)
-        for unit in sorted(group, key=lambda unit: (unit.micro_batch, -unit.slice))
-    ]
-    return forward, backward
-
-
-def _groups(slices: Sequence[int], least: int) -> list[list[Unit]]:
     groups: list[list[Unit]] = [[]]
     for unit in ascending(slices):
-        if unit.slice == 0 and len(groups[-1]) >= least:
+        if unit.slice == 0 and len(groups[-1]) >= placement.places:
             groups.append([])
         groups[-1].append(unit)
-    return groups
+    backward = [sorted(group, key=lambda unit: (unit.micro_batch, -unit.slice)) for group in groups]
+    return Around(groups, backward, ahead=1).rows(placement)

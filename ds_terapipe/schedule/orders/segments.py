@@ -20,9 +20,6 @@ from ..replay import replay
 RowOf = Callable[[int, int, Sequence[int]], list[Action]]
 """The order of one of so many stages, each on a place of its own: from stage, number of stages and slices of micro-batches."""
 
-LiveOf = Callable[[int, int, Sequence[int]], int]
-"""The most units that are live on it, from the same."""
-
 
 class Segment(NamedTuple):
     """Stages ``first`` to ``stop - 1``, on one place; the stages before and after them are on others."""
@@ -50,16 +47,6 @@ def placed(row_of: RowOf, placement: Placement, slices: Sequence[int]) -> list[l
     if not placement.is_plain:
         rows = _merged(rows, parts, placement)
     return [[done for action in row for done in _expand(action, parts[action.stage], placement)] for row in rows]
-
-
-def bounded(live_of: LiveOf, placement: Placement, slices: Sequence[int]) -> list[int]:
-    """The most pairs of stage and unit that are live on each place, where all its segments have their most at once."""
-    parts = segments(placement)
-    most = [0] * placement.places
-    for index, part in enumerate(parts):
-        trained = sum(placement.goes_backward(stage) for stage in range(part.first, part.stop))
-        most[part.place] += trained and trained * live_of(index, len(parts), slices)
-    return most
 
 
 def _merged(rows: list[list[Action]], parts: list[Segment], placement: Placement) -> list[list[Action]]:

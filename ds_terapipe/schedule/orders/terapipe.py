@@ -8,19 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ..actions import Action
-from .registry import Schedule, register
-from .segments import bounded, placed
-from .units import alternate, ascending
+from ..actions import Action, Op
+from .registry import Schedule, held_by, register
+from .segments import placed
+from .units import ascending, passes
 
 
 def _row(stage: int, stages: int, slices: Sequence[int]) -> list[Action]:
     forward = ascending(slices)
-    return alternate(stage, forward, forward[::-1], len(forward))
+    return [*passes(Op.FORWARD, stage, forward), *passes(Op.BACKWARD, stage, forward[::-1])]
 
 
-def _live(stage: int, stages: int, slices: Sequence[int]) -> int:
-    return len(ascending(slices))
-
-
-TERAPIPE = register(Schedule("terapipe", partial(placed, _row), partial(bounded, _live), "TeraPipe, flush"))
+_order = partial(placed, _row)
+TERAPIPE = register(Schedule("terapipe", _order, held_by(_order), "TeraPipe, flush"))

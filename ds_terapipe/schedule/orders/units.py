@@ -27,10 +27,13 @@ def descending(slices: Sequence[int]) -> list[Unit]:
     return [Unit(m, i) for m, count in enumerate(slices) for i in reversed(range(count))]
 
 
-def alternate(stage: int, forward: Sequence[Unit], backward: Sequence[Unit], warm_up: int) -> list[Action]:
+def passes(op: Op, stage: int, units: Sequence[Unit]) -> list[Action]:
+    """The passes of a stage over these units."""
+    return [Action(op, stage, unit) for unit in units]
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
     """Forwards that fill the pipeline, pairs of one forward and one backward, and the backwards that are left."""
-    forwards = [Action(Op.FORWARD, stage, unit) for unit in forward]
-    backwards = [Action(Op.BACKWARD, stage, unit) for unit in backward]
     pairs = len(forwards) - warm_up
     steady = [action for pair in zip(forwards[warm_up:], backwards[:pairs], strict=True) for action in pair]
-    return forwards[:warm_up] + steady + backwards[pairs:]
+    return [*forwards[:warm_up], *steady, *backwards[pairs:]]

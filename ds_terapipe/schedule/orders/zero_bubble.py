@@ -13,7 +13,7 @@ from ..fill import fill
 from ..placement import Placement
 from . import rounds
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
-from .registry import Schedule, register
+from .registry import Schedule, held_by, register
 
 
 def _order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
@@ -21,8 +21,4 @@ def _order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
     return fill(passes(placement, slices), placement)
 
 
-def _bound(placement: Placement, slices: Sequence[int]) -> list[int]:
-    return (rounds.bound if rounds.fits(placement) else ONE_FORWARD_ONE_BACKWARD.bound)(placement, slices)
-
-
-ZERO_BUBBLE = register(Schedule("zero_bubble", _order, _bound, "slice-level 1F1B, weight gradients in waits"))
+ZERO_BUBBLE = register(Schedule("zero_bubble", _order, held_by(_order), "slice-level 1F1B, weight gradients in waits"))

@@ -20,8 +20,7 @@ KNOWN = tuple(
         ("the vocabulary has no bias", "bert_layers", "inputs[0] + self.bias", "inputs[0] + 0 * self.bias", _BERT),
         ("the last token is pooled", "bert_layers", "self.order(torch.tanh(self.pooler(hidden[0])))",
          "self.order(torch.tanh(self.pooler(hidden[-1])))", _BERT),
-        ("bidirectional attention is causal", "attention", "attn_mask=None if attention_mask is None else ~attention_mask",
-         "is_causal=True", _VIT),
+        ("bidirectional attention is causal", "attention", "is_causal=not self.is_bidirectional", "is_causal=True", _VIT),
         ("all patches are at one place", "vit_layers", "self.position_embeddings(positions)[:, None]",
          "self.position_embeddings.weight.mean(dim=0)", _VIT),
     )

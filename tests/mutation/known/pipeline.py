@@ -47,7 +47,7 @@ KNOWN = (
           "tests/rows/test_rows.py -k placement:v"),
     Known("a layer stays on its old place", "elastic.moves.layers", "    for name in list(module.fwd_map):\n",
           "    for name in list(module.fwd_map)[1:]:\n", "tests/pipeline/test_placing.py -k their_places"),
-    Known("two receives are posted ahead", "schedule.streams", "POSTED_AHEAD = 1\n", "POSTED_AHEAD = 2\n",
+    Known("two receives are posted ahead", "schedule.channels", "POSTED_AHEAD = 1\n", "POSTED_AHEAD = 2\n",
           "tests/schedule/test_hardware_queue.py"),
     Known("a received buffer is shared by all units", "pipeline.transport.p2p",
           "            message, tensors = new_message(spec, self._device)\n",

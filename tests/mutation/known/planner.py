@@ -8,7 +8,7 @@ _LOOP = "tests/schedule/test_simulate.py -k event_loop"
 _AUTO, _PLANNER = "pipeline.autotune.auto", "pipeline.autotune.planner"
 _BEGIN, _FOUND = "        return turn.slices\n", "            return None if other else cost\n"
 _WINNER = "    return 1 + ratios.index(max(ratios)) if max(ratios, default=0.0) > worse else 0\n"
-_SOURCE = "            also_after.append(channel.messages.popleft()[1])\n"
+_SOURCE = "                also = messages.popleft()[1]\n"
 
 KNOWN = (
     Known("filling makes weight gradients twice", "schedule.fill", "            pending.clear()\n", "",
@@ -32,8 +32,8 @@ KNOWN = (
     Known("the engine cuts equally", "pipeline.batch", "slice_lengths(length, slices, self",
           "slice_lengths(length, slices if isinstance(slices, int) else len(slices), self",
           "tests/pipeline/test_set_slices.py -k next_step"),
-    Known("the engine runs its default schedule", "pipeline.step_grid", "else order(schedule, placement, slices)",
-          'else order("1f1b", placement, slices)', "tests/pipeline/test_set_slices.py -k next_step"),
+    Known("the engine runs its default schedule", "pipeline.step_grid", "complete(order(schedule,",
+          'complete(order(schedule if schedule == FORWARD_ONLY else "1f1b",', "tests/pipeline/test_set_slices.py -k next_step"),
     Known("plan_path is not read", _AUTO, "        if config.plan_path is not None:\n", "        if False:\n",
           _CUTTING + "'planned_is_what_runs and plan]'"),
     Known("a checkpoint's plan is not used", _AUTO, "                self._adopt(plan)\n                self._say(",
@@ -68,13 +68,13 @@ KNOWN = (
     Known("the slowest slice is not bounded", "plan.slices",
           "    bound = best.slowest\n", "    return best\n    bound = best.slowest\n", _SLICES + "programme_finds"),
     Known("a receive does not wait for its message", "schedule.replay", _SOURCE,
-          "            channel.messages.popleft()\n            also_after.append(at)\n", _LOOP),
+          "                messages.popleft()\n", _LOOP),
     Known("a message does not wait for the one before it", "schedule.replay",
-          "            also_after.append(link.last)\n", "            also_after.append(at)\n", _LOOP),
+          "also, last[link] = last[link], node\n", "last[link] = node\n", _LOOP),
     Known("weight gradients take no time", "schedule.replay", "            out.append(duration(action))\n",
           "            out.append(0.0 if op is _W else duration(action))\n", _LOOP),
     Known("weight gradients of some slices take as long as of all", "plan.evaluate",
-          "weights[stage] * sum(lengths[i] for i in covered[action]) / (total * group.groups)", "weights[stage]",
+          "weights[stage] * tokens(action) / total", "weights[stage]",
           "tests/plan/test_choose.py -k work_of_every"),
     Known("operands are let go with the first of a micro-batch's weight gradients", "plan.costs.memory",
           "sum(self._lengths[index] for index in self._covered[action]) / group.groups", "self._whole",
