@@ -24,7 +24,17 @@ _PUBLIC = {
     "initialize": "register",
     "register": "register",
 }
-__all__ = [*_PUBLIC]
+__all__ = [
+    "ConfigError",
+    "Documents",
+    "FusedLamb",
+    "Span",
+    "TokenPipelineConfig",
+    "TokenPipelineEngine",
+    "current_span",
+    "initialize",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

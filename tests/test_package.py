@@ -56,6 +56,7 @@ def test_entry_points_and_the_command():
 def test_public_names():
     for name in ds_terapipe.__all__:
         assert getattr(ds_terapipe, name) is not None
+    assert sorted(ds_terapipe._PUBLIC) == sorted(ds_terapipe.__all__)
     assert callable(ds_terapipe.register) and callable(ds_terapipe.initialize)
     assert issubclass(ds_terapipe.ConfigError, ValueError)
     assert set(ds_terapipe.__all__) <= set(dir(ds_terapipe))

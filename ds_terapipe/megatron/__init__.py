@@ -29,3 +29,16 @@ from ds_terapipe.megatron.loss import PretrainingLoss, TokenLoss
 from ds_terapipe.megatron.parallel import destroy_parallel, initialize_parallel
 
 say_untested(MEGATRON_CORE, "ds_terapipe.megatron")
+
+__all__ = [
+    "BertPipeline",
+    "GPTPipeline",
+    "PretrainingLoss",
+    "TokenLoss",
+    "ViTPipeline",
+    "bert_pipeline",
+    "destroy_parallel",
+    "gpt_pipeline",
+    "initialize_parallel",
+    "vit_pipeline",
+]
