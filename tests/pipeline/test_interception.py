@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
-from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, not_deferred_line
+from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, has_hooks, hooked_line, not_deferred_line
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from tests.pipeline.attention_layers import DotProductAttention
@@ -141,6 +142,15 @@ def test_what_is_not_deferred_is_named() -> None:
     said = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower): a, b"
     assert not_deferred_line([]) == "" and not_deferred_line(["a", "b"]) == said
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
+
+
+def test_hooks_of_the_users_are_named() -> None:
+    deepspeeds, scaled, accumulated = (nn.Parameter(torch.ones(1)) for _ in range(3))
+    deepspeeds.register_post_accumulate_grad_hook(DeepSpeedEngine.zero_grad)
+    scaled.register_hook(lambda gradient: gradient / 2)
+    accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert [has_hooks(p) for p in (deepspeeds, scaled, accumulated)] == [False, True, True]
+    assert hooked_line(["a"]).startswith("hooks on gradients run once per slice") and hooked_line([]) == ""
 
 
 LENGTH, BATCH, SLICES = 24, 3, (5, 1, 10, 8)
