@@ -30,9 +30,9 @@ from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
 from ds_terapipe.pipeline.ends import follow_places
 from ds_terapipe.pipeline.evaluation import evaluate
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
-from ds_terapipe.pipeline.operators.interception import has_hooks
 from ds_terapipe.pipeline.loss_state import keep_loss_state
 from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.operators.interception import has_hooks
 from ds_terapipe.pipeline.parameter_groups import occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.rank_view import RankView

@@ -32,10 +32,6 @@ SLICES = {"slices": [7, 2, 9, 1, 5]}
 
 
 class CountedPositions(Embedding):
-    def __init__(self):
-        super().__init__()
-        nn.init.zeros_(self.positions.weight)  # where they begin, they make no difference
-
     def forward(self, inputs):
         tokens, _ = inputs
         return self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
@@ -48,16 +44,12 @@ def hand_written(q, k, v):
 
 
 HandWritten = way(hand_written)
+Bert = type("Bert", (EncoderLayer,), {"forward": nn.TransformerEncoderLayer.forward})
 
 
 def rotary(q, k, v):
     angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
     return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
-
-
-class Bert(EncoderLayer):
-    def forward(self, hidden):
-        return nn.TransformerEncoderLayer.forward(self, hidden)
 
 
 def masked(make):
@@ -86,12 +78,8 @@ Convolution = layer(
     lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
     conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
 )
-MeanOverTokens = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True))
-
-
-class Pooled(Head):
-    def forward(self, hidden):
-        return super().forward(hidden.mean(1))
+Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
+MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
 
 
 def with_middle(layer, embedding=Embedding, head=Head):
@@ -225,7 +213,6 @@ class Busy(Attention):
         self.calls += 1
         if hidden.shape[1] > self.longest:
             self.longest, self.table = hidden.shape[1], torch.ones(hidden.shape[1])
-        hidden = hidden * self.table[: hidden.shape[1], None]
         self.replaced = self.replaced + random.random() + float(numpy.random.rand()) + torch.rand(1)
         hidden = F.alpha_dropout(F.dropout(super().forward(hidden), 0.1, self.training), 0.1, self.training)
         hidden = F.feature_alpha_dropout(F.dropout1d(hidden, 0.1, self.training), 0.1, self.training, inplace=True)

@@ -128,7 +128,7 @@ class Inspection:
                 ) from problem
             if self.trains and not (isinstance(loss, Tensor) and loss.numel() == 1):
                 raise ConfigError(
-                    f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use the sum of all losses"
+                    f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
                 )
         return outputs
 
