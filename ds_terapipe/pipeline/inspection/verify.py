@@ -266,13 +266,13 @@ class _OneLayer:
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
-        again, twice = copy_of(inputs), copy_of(inputs)
+        again = copy_of(inputs)
         self._run(inputs, span)
         got = self._recorder.take()
         different = _different(self._text, self._expected, got, span, batch)
         if different is None:
             return
-        self._run(twice, span)
+        self._run(copy_of(again), span)
         if _different(self._text, got, self._recorder.take(), span, batch) is not None:
             raise refuse_model(different, _NOT_REPEATED)
         diagnosis = SliceDiagnosis(span)
