@@ -88,7 +88,10 @@ def global_gradient_norm(parameters: Iterable[Parameter], mpu: Any, device: torc
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None and is_counted(parameter, tensor_rank):
-            squares += torch.linalg.vector_norm(parameter.grad.detach(), dtype=_wide(parameter.grad)).double() ** 2
+            gradient = parameter.grad.detach()
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()  # a row's parts are added first
+            squares += torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() ** 2
     if mpu is not None:
         dist.all_reduce(squares, group=mpu.get_model_parallel_group())
     return squares.sqrt()

@@ -32,6 +32,7 @@ from ds_terapipe.pipeline.evaluation import evaluate
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.loss_state import keep_loss_state
 from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.operators.interception import has_hooks
 from ds_terapipe.pipeline.parameter_groups import occupy, unused
 from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.pipeline.rank_view import RankView
@@ -201,6 +202,13 @@ class TokenPipelineEngine(PipelineEngine):
         if interception is None or not self.makes_weight_gradients_once():
             return []
         return interception.not_deferred(self.module.named_parameters())
+
+    @property
+    def hooked(self) -> list[str]:
+        """Names of this rank's parameters with hooks of the user's that run slice by slice."""
+        interception, once = self._runtime.interception, self.makes_weight_gradients_once()
+        deferred = interception.deferred if interception is not None and once else ()
+        return [name for name, p in self.module.named_parameters() if id(p) not in deferred and has_hooks(p)]
 
     def makes_weight_gradients_once(self) -> bool:
         """Whether weight gradients are made per micro-batch; "auto": not with activation checkpointing, to save memory.

@@ -133,7 +133,8 @@ class MicroBatchLoss:
         for output, whole, cut in zip(
             as_tuple(self._outputs[index]), as_tuple(self._joined), self._output_cuts or (), strict=True
         ):
-            if output.requires_grad:
+            # an output that does not follow the tokens is the first slice's alone: all others have made it again
+            if output.requires_grad and (cut.row is not None or index == 0):
                 gradient = torch.zeros_like(whole) if whole.grad is None else whole.grad
                 span = self._spans[index]
                 roots.append(output)

@@ -173,11 +173,6 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Opti
 WARMUP = {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 20, "warmup_type": "linear"}
 
 
-def lambda_lr(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """A scheduler as a function, which DeepSpeed calls; no two steps have the same rate."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
-
-
 # a scale that overflows first, is halved, and grows after three steps without
 FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 2}
 _BF16, _ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
@@ -231,7 +226,7 @@ def engine_of(case: Case, **more: Any) -> Any:
     if case.scheduler == "warmup":
         config["scheduler"] = {"type": "WarmupLR", "params": WARMUP}
     if case.scheduler == "lambda":
-        more["lr_scheduler"] = lambda_lr
+        more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.98**step)
     if "fp16" in config:
         allow_fp16()
     replicas = torch.distributed.get_world_size() // case.stages

@@ -63,12 +63,8 @@ def saved_and_loaded(params: list[Parameter], optimizer: FusedLamb) -> Both:
     return fresh, other
 
 
-def deep_copied(*both: Any) -> Both:
-    return copy.deepcopy(both)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", [saved_and_loaded, deep_copied])
+@pytest.mark.parametrize("way", [saved_and_loaded, lambda *both: copy.deepcopy(both)])
 def test_training_goes_on_bit_for_bit(way: Callable[..., Both], dtype: torch.dtype, backend: str) -> None:
     params, straight = parameters(dtype), parameters(dtype)
     optimizer, reference = (FusedLamb(groups_of(p), max_grad_norm=0.5, backend=backend) for p in (params, straight))

@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ds_terapipe.pipeline.documents import Documents
 from tests.pipeline.models import HEADS, HIDDEN
 
 SIZE = HIDDEN // HEADS
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.bmm.default])
 Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -68,11 +69,6 @@ def way(mix: Mix, **attributes: Any) -> type[Attention]:
 def twice(call: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     first = call(q, k, v)
     return call(first, k * 0.5, first + v)
-
-
-def shared_keys(call: Mix, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Two calls over the same keys and values: recomputed keys fit both."""
-    return call(call(q, k, v) + q, k, v)
 
 
 INNER, REENTRANT = (partial(checkpoint, attend, use_reentrant=reentrant) for reentrant in (False, True))
@@ -206,7 +202,8 @@ WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "without a flag for one token": (way(without_flag), {}),
     "two calls": (way(partial(twice, attend)), {}),
     "two checkpoints": (way(partial(twice, INNER)), {}),
-    "checkpoints over the same keys, reentrant": (way(partial(shared_keys, REENTRANT)), {}),
+    "checkpoints over the same keys, reentrant": (way(lambda q, k, v: REENTRANT(REENTRANT(q, k, v) + q, k, v)), {}),
+    "a selective checkpoint": (way(partial(INNER, context_fn=SELECTIVE)), {}),
     "TorchScript": (way(scripted), {}),
     "nn.MultiheadAttention": (MultiheadAttention, {}),
     "nn.TransformerEncoderLayer": (EncoderLayer, {}),

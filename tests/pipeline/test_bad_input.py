@@ -101,6 +101,7 @@ MODELS: dict[str, tuple[list[Any], Any, str]] = {
     "pooling": (model(Pooled), mean_loss, CANT + "the output of layer 4 (Pooled), module 4, differs by"),
     "bug": (model(Raising), mean_loss, CANT + "run on a slice it fails, KeyError: 'first line\\nsecond line'"),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),
+    "losses": (model(), lambda outputs, labels: (mean_loss(outputs, labels), 0), "loss_fn: got tuple from it, must be"),
     "labels": (model(), lambda outputs, labels: mean_loss(outputs, labels[:, 1:]), "got labels that the loss_fn"),
 }
 # the second rank's settings, where it is given others the first one's, and what the one line says

@@ -26,10 +26,10 @@ sgd = partial(torch.optim.SGD, lr=0.2)
 
 
 class Beside(Block):
-    """A block that passes a second tensor by."""
+    """A block that passes a second tensor by, behind a linear layer for each sample."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return super().forward(inputs[0]), inputs[1]
+        return super().forward(torch.vmap(self.out)(inputs[0])), inputs[1]
 
 
 class And(Embedding):
@@ -71,10 +71,15 @@ def to_real(pairs: Tensor) -> Tensor:
     return torch.view_as_real(pairs).flatten(-2)
 
 
-def writing_loss(logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-    """Changes both of its arguments."""
-    labels[0].add_(1).remainder_(logits.shape[-1])
-    return masked_loss(logits.div_(2), labels)
+class WithNorm(Head):
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(hidden), self.norm.weight.square()
+
+
+def writing_loss(outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> Tensor:
+    """Changes its arguments, also what is of no token."""
+    labels[0].add_(1).remainder_(outputs[0].shape[-1])
+    return masked_loss(outputs[0].div_(2), labels) + outputs[1].mul_(3).sum()
 
 
 def layers(*kinds: Any) -> list[Any]:
@@ -96,7 +101,7 @@ MODELS: dict[str, list[Any]] = {
     "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
-    "loss that writes": gpt(),
+    "loss that writes": layers(Embedding, Block, Block, WithNorm),
 }
 UNEVEN = [11, 4, 9]
 # weight gradients, layers in a checkpoint, whether it is a reentrant one, slices

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_terapipe.clipping import clip_gradients
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train, train_plain
@@ -74,3 +75,11 @@ def test_slices_are_as_exact_as_the_whole(ranks: list[Any], name: str) -> None:
         for got in ours:
             assert got["gradients"] <= 1.2 * own["gradients"] and got["weights"] <= 1.2 * own["weights"], (got, own)
             assert got["loss"] <= max(1.2 * own["loss"], LOSS_ROUNDING), (got, own)
+
+
+def test_rows_of_a_sparse_gradient_are_added_before_their_norm() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    gradients = [parameter.grad.to_dense() for parameter in table.parameters()]
+    norm = clip_gradients(table.parameters(), 0.5, None, torch.device("cpu"))
+    assert norm == gradients[0].norm() and torch.allclose(table.weight.grad.to_dense(), gradients[0] * 0.5 / (norm + 1e-6))

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
-from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, not_deferred_line
+from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, has_hooks, not_deferred_line
 from ds_terapipe.pipeline.operators.sdpa import Overrides
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from tests.pipeline.attention_layers import DotProductAttention
@@ -141,6 +142,9 @@ def test_what_is_not_deferred_is_named() -> None:
     said = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower): a, b"
     assert not_deferred_line([]) == "" and not_deferred_line(["a", "b"]) == said
     assert not_deferred_line(list("abcdef")).endswith(": a, b, c, d and 2 more")
+    everything["norm"].weight.register_post_accumulate_grad_hook(DeepSpeedEngine.zero_grad)
+    everything["norm"].bias.register_hook(abs)
+    assert [name for name, p in everything.named_parameters() if has_hooks(p)] == ["norm.bias"]
 
 
 LENGTH, BATCH, SLICES = 24, 3, (5, 1, 10, 8)

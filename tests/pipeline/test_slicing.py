@@ -184,6 +184,7 @@ def test_a_layout_settles_ties_alone(layout):
 @pytest.mark.parametrize(("make", "message"), [
     (lambda s, c: torch.zeros(4, 2 * s, 7), r"has shape \[4, 4, 7\] for a slice of 2 tokens and \[4, 6, 7\]"),
     (lambda s, c: tuple(torch.zeros(4, s) for _ in range(s)), "is 2 tensors for one slice and 3 for the next"),
+    (lambda s, c: (torch.zeros(4, s), None), "layer 3 gets a tuple with NoneType, not tensors"),
     (lambda s, c: {"hidden": torch.zeros(4, s)}, "layer 3 gets dict, not tensors|can't be cut"),
 ])  # fmt: skip
 def test_what_follows_no_slice_is_a_model_that_cannot_be_cut(make, message):

@@ -44,16 +44,12 @@ def hand_written(q, k, v):
 
 
 HandWritten = way(hand_written)
+Bert = type("Bert", (EncoderLayer,), {"forward": nn.TransformerEncoderLayer.forward})
 
 
 def rotary(q, k, v):
     angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
     return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
-
-
-class Bert(EncoderLayer):
-    def forward(self, hidden):
-        return nn.TransformerEncoderLayer.forward(self, hidden)
 
 
 def masked(make):
@@ -82,12 +78,8 @@ Convolution = layer(
     lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
     conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
 )
-MeanOverTokens = layer(lambda self, hidden: hidden + hidden.mean(1, keepdim=True))
-
-
-class Pooled(Head):
-    def forward(self, hidden):
-        return super().forward(hidden.mean(1))
+Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
+MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
 
 
 def with_middle(layer, embedding=Embedding, head=Head):
@@ -107,6 +99,7 @@ CHANGED = {
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
     "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
+    "random": (with_middle(layer(lambda self, x: x + torch.randn_like(x))), OUTPUT + r".* random numbers or has a state; use"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
@@ -205,6 +198,8 @@ class Busy(Attention):
         self.bias = nn.Parameter(torch.zeros(HIDDEN))
         self.register_buffer("calls", torch.zeros(1))
         self.register_buffer("replaced", torch.zeros(1))
+        self.register_buffer("table", None)  # a cache that grows
+        self.longest = 0
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -216,11 +211,21 @@ class Busy(Attention):
 
     def forward(self, hidden):
         self.calls += 1
+        if hidden.shape[1] > self.longest:
+            self.longest, self.table = hidden.shape[1], torch.ones(hidden.shape[1])
         self.replaced = self.replaced + random.random() + float(numpy.random.rand()) + torch.rand(1)
         hidden = F.alpha_dropout(F.dropout(super().forward(hidden), 0.1, self.training), 0.1, self.training)
         hidden = F.feature_alpha_dropout(F.dropout1d(hidden, 0.1, self.training), 0.1, self.training, inplace=True)
         hidden = self.frozen_dropout(self.dropout(hidden))
         return scripted_dropout_add(hidden, self.bias, hidden, self.training)
+
+
+class CountedLoss:
+    calls = 0
+
+    def __call__(self, logits, targets):
+        self.calls += 1
+        return mean_loss(logits, targets) * self.calls
 
 
 def with_and_without(rank, world_size):
@@ -231,7 +236,7 @@ def with_and_without(rank, world_size):
             seeded(5)
         engine = build_engine(
             [LayerSpec(kind) for kind in (Embedding, Busy, Busy, EncoderLayer, Head)],
-            mean_loss,
+            CountedLoss(),
             token_pipeline={**SLICES, "verify": verify},
             stages=1,
             module={"seed_layers": False},  # else every layer starts with its own seed, whatever happened before

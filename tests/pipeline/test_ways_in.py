@@ -133,10 +133,9 @@ MISPLACED = [
 
 @pytest.mark.parametrize(("before", "calls", "text"), MISPLACED)
 def test_a_call_that_cannot_be_placed_is_an_error(context, before, calls, text):
-    if before:
-        calls_of(context, Span(0, 4, 8), *before)
+    calls_of(context, Span(0, 4, 8), *before)
     with pytest.raises(PlacementError, match=text):
-        calls_of(context, Span(4, 8, 8) if before else Span(0, 4, 8), *calls)
+        calls_of(context, Span(4, 8, 8), *calls)
 
 
 def look_at(context, *calls):

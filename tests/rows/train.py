@@ -81,13 +81,8 @@ def data_of(row: Row) -> list[list[Any]]:
         endless = common.batches(seed=3)
         first = [[next(endless) for _ in range(row.micro_batches)] for _ in range(PERIOD)]
     if row.packed:
-        first = [[(_with_ends(inputs), labels) for inputs, labels in step] for step in first]
+        first = [[((tokens.where(tokens % 8 > 0, END), at), labels) for (tokens, at), labels in step] for step in first]
     return [first[step % PERIOD] for step in range(row.steps)]
-
-
-def _with_ends(inputs: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let every eighth token end a document."""
-    return inputs[0].where(inputs[0] % 8 > 0, END), inputs[1]
 
 
 def documents_of(inputs: tuple[torch.Tensor, torch.Tensor]) -> Documents | None:

@@ -7,11 +7,12 @@ after the agreement: the next one then comes straight to its receives, and after
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
@@ -52,7 +53,7 @@ class Inspection:
     """Inspection of the model on the first micro-batch; the same on every rank, collective.
 
     Every stage learns its sequence dimensions. ``verifies``: whether to compare slices with the whole; ``loss_fn``:
-    None if there is no loss.
+    None if there is no loss; ``trains``: whether a loss will run backward.
     """
 
     runtime: PipelineRuntime
@@ -60,6 +61,7 @@ class Inspection:
     config: TokenPipelineConfig
     verifies: bool
     loss_fn: Callable[..., Any] | None = None
+    trains: bool = field(default_factory=torch.is_grad_enabled)
 
     def run(self, batch: StepBatch) -> None:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
@@ -68,7 +70,7 @@ class Inspection:
         parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
         for context in parts:
             context.documents_of = batch.documents
-        with undisturbed(parts), self.runtime.autocast():
+        with undisturbed(parts, self.loss_fn), self.runtime.autocast():
             short = None
             least = LEAST_TOKENS * multiple
             if total < least:
@@ -118,16 +120,20 @@ class Inspection:
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):
             try:
-                self._try_loss(batch, outputs, stage.dims.outputs, spans[-1].stop)
+                loss = self._try_loss(batch, outputs, stage.dims.outputs, spans[-1].stop)
             except Exception as problem:
                 raise ConfigError(
                     f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "
                     "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
                 ) from problem
+            if self.trains and not (isinstance(loss, Tensor) and loss.numel() == 1):
+                raise ConfigError(
+                    f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
+                )
         return outputs
 
-    def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], tokens: int) -> None:
-        """Make the loss of the first ``tokens``, or of outputs of full length if labels are not cut."""
+    def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], tokens: int) -> Any:
+        """Return the loss of the first ``tokens``, or of outputs of full length if labels are not cut."""
         total = batch.lengths[0]
         label_cuts = batch.label_cuts[0] if batch.label_cuts and tokens < total else None
         if tokens < total and label_cuts is None:
@@ -137,7 +143,9 @@ class Inspection:
             ]
             outputs = like(outputs, [t.new_zeros(shape) for t, shape in zip(as_tuple(outputs), shapes, strict=True)])
         spans = [Span(0, total, total)] if label_cuts is None else [Span(0, tokens, total), Span(tokens, total, total)]
-        MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans).add(outputs)
+        loss = MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans)
+        loss.add(outputs)
+        return loss.value
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:
         """Return an error if reentrant checkpointing of the first layer trains nothing: no floating point input."""

@@ -70,10 +70,10 @@ class SequenceProbe:
     def record(self, value: Any) -> None:
         """Record a layer's input, or after the last layer the stage's output."""
         tensors = as_tuple(value)
-        if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise refuse_model(
-                f"{self.text(self.first_layer + len(self._floating))} gets {type(value).__name__}, not tensors"
-            )
+        others = [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, Tensor)]
+        if others:
+            got = f"a tuple with {others[0]}" if isinstance(value, (tuple, list)) else type(value).__name__
+            raise refuse_model(f"{self.text(self.first_layer + len(self._floating))} gets {got}, not tensors")
         self._shapes[-1].append([tuple(tensor.shape) for tensor in tensors])
         self._floating.append([tensor.is_floating_point() for tensor in tensors])
 

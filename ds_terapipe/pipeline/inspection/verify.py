@@ -9,7 +9,7 @@ these data. A layer that mixes tokens only for other data, or not yet at these w
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,11 @@ from ds_terapipe.schedule import Unit
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 _TINY = 1e-30
+_LIKELY = 0.5  # about as large as what a layer adds to hidden states, also where 16 bits round
+_NOT_REPEATED = (
+    'it also differs from itself when the slice runs again, so it draws random numbers or has a state; use "verify": false if '
+    'each slice may have its own, otherwise "slices": 1'
+)
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # operators of ATen
 
 
@@ -87,19 +92,44 @@ def _kept_with_mask(tensor: Tensor, p: float, train: bool | None) -> tuple[Tenso
 
 
 @contextmanager
-def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
-    """Context manager for a trial run without gradients and dropout; random states and buffers are restored.
+def _nonzero(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager that gives trained parameters of zeros other numbers: learned positions and gates begin there.
+
+    Behind zeros slices would make no difference yet.
+    """
+    parameters = dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad)
+    zeros = [p for p in parameters if p.dtype in TOLERANCE and p.numel() and not p.any()]
+    try:
+        for parameter in zeros:
+            parameter.normal_(std=_LIKELY)
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.zero_()
+
+
+def _attributes(holders: Iterable[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes of objects that have some, and copies: caches and counters that a run may change."""
+    found = (getattr(holder, "__dict__", None) for holder in holders)
+    return [(attributes, dict(attributes)) for attributes in found if isinstance(attributes, dict)]
+
+
+@contextmanager
+def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) -> Iterator[None]:
+    """Context manager for a trial run without gradients and dropout; random states, buffers and attributes are restored.
 
     Args:
         parts: modules that run, by their context. All at once, for PyTorch 2.11 lets only one library override an operator.
+        loss_fn: loss that runs with them; a method's object, or a function, may count its calls.
     """
     modules = [m for part in parts.values() for m in part.modules()]
+    attributes = _attributes((*modules, getattr(loss_fn, "__self__", loss_fn)))
     dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     buffers = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
     values = {id(buffer): buffer.clone() for *_, buffer in buffers if buffer is not None}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout():
+    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout(), _nonzero(parts.values()):
         for context in parts:
             context.dropout = False
         for dropout in dropouts:
@@ -113,6 +143,10 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module]) -> Iterator[None]:
                 dropout.training = True
             for of_module, name, buffer in buffers:
                 of_module[name] = buffer if buffer is None else buffer.copy_(values[id(buffer)])
+            for present, before in attributes:
+                for name in present.keys() - before.keys():
+                    del present[name]
+                present.update(before)
             for context in parts:
                 context.dropout = True
                 context.clear()
@@ -138,7 +172,9 @@ class _Recorder:
         self.add(name, "output", output)
 
     def add(self, module: str, what: str, value: Any) -> None:
-        """Record clones of the tensors in ``value``, since modules may reuse their buffers."""
+        """Record clones of the tensors in ``value``, since modules may reuse their buffers; not those within a ``vmap``."""
+        if torch._C._are_functorch_transforms_active():
+            return
         tensors = tuple(t.detach().clone() for t in _tensors(value))
         self.records.append(Record(module, what, tensors, self.rounding.tolerance))
 
@@ -226,9 +262,13 @@ class _OneLayer:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
         again = copy_of(inputs)
         self._run(inputs, span)
-        different = _different(self._text, self._expected, self._recorder.take(), span, batch)
+        got = self._recorder.take()
+        different = _different(self._text, self._expected, got, span, batch)
         if different is None:
             return
+        self._run(copy_of(again), span)
+        if _different(self._text, got, self._recorder.take(), span, batch) is not None:
+            raise refuse_model(different, _NOT_REPEATED)
         diagnosis = SliceDiagnosis(span)
         # if the layer fails with shifted positions, it is still refused for the difference
         with suppress(Exception), diagnosis:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import Documents
@@ -167,7 +168,10 @@ class SliceContext:
         Raises :class:`PlacementError` for a call that the micro-batch's first slice did not make.
         """
         assert self.span is not None
-        return self._recomputed(k, v) if self._recomputing else self._forward_call(k, v)
+        if not self._recomputing:
+            return self._forward_call(k, v)
+        with _disable_current_modes():  # selective checkpoints refuse operators that the forward pass did not call
+            return self._recomputed(k, v)
 
     def _forward_call(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
         span, states = self.span, self._states[self.micro_batch]

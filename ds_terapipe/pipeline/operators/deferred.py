@@ -99,7 +99,9 @@ def waits_as_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _keeper(weight: Tensor) -> WeightGradients | None:
     context = SliceContext.current
     keeper = None if context is None else context.keeper  # first: None where nothing is deferred
-    return keeper if keeper is not None and weight.is_leaf and weight.requires_grad and weight.dim() == 2 else None
+    if keeper is None or torch._C._are_functorch_transforms_active():  # which autograd functions do not know
+        return None
+    return keeper if weight.is_leaf and weight.requires_grad and weight.dim() == 2 else None
 
 
 def _differentiates(input: Tensor, bias: Tensor | None) -> bool:

@@ -84,14 +84,27 @@ def defers(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def not_deferred_line(names: Iterable[str], shown: int = 4) -> str:
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks on a parameter's gradient are not DeepSpeed's or this package's."""
+    kinds = (getattr(parameter, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    origins = [str(getattr(hook, "__module__", "")) for hooks in kinds for hook in hooks.values()]
+    return any(origin.split(".")[0] not in ("deepspeed", "ds_terapipe") for origin in origins)
+
+
+def hooked_line(names: Iterable[str]) -> str:
+    """Return a log line on parameters whose hooks run slice by slice; empty without any."""
+    return _line("hooks on gradients run once per slice, not once per micro-batch (exact if linear)", names)
+
+
+def not_deferred_line(names: Iterable[str]) -> str:
     """Return a log line on weights whose gradients are made slice by slice; empty without any."""
+    return _line("weight gradients made slice by slice, not once per micro-batch (as exact, but slower)", names)
+
+
+def _line(what: str, names: Iterable[str], shown: int = 4) -> str:
     names = list(names)
-    if not names:
-        return ""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    what = "weight gradients made slice by slice, not once per micro-batch (as exact, but slower)"
-    return f"{what}: {', '.join(names[:shown])}{more}"
+    return f"{what}: {', '.join(names[:shown])}{more}" if names else ""
 
 
 def _says_so(layer: Any) -> bool:
