@@ -66,16 +66,20 @@ BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
 }  # fmt: skip
 MODELS = {
+    "one rank fails": ("freeze.policy: got 0.5 from Mine.at_step, must be a number of entries",),
+    "answers differ": ('freeze.policy: got 1 entries to freeze on rank 1 and 0 on rank 0 from "mine", must be the same on all',),
     "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
 
 
-def refused(case: Case = CASE, **options: Any) -> tuple[str, str]:
-    """Class and text of what ``initialize`` raises."""
+def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, str]:
+    """Class and text of what ``initialize``, or so many steps after it, raise."""
     try:
         engine = engine_of(case, **options)
+        for micro_batches in data_of(case)[:steps]:
+            engine.train_batch(iter(micro_batches))
     except Exception as error:
         return type(error).__name__, str(error)
     engine.destroy()
@@ -89,6 +93,10 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     for name, (keys, block, _) in BESIDES.items():
         found[name] = refused(config={**keys, "elastic_pipeline": block})
     back = {"freeze": {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}}
+    for name, answer in {"one rank fails": (0, 0.5), "answers differ": (0, 1)}.items():
+        mine = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen, answer=answer: answer[rank]})
+        with registered("mine", mine):
+            found[name] = refused(config={"elastic_pipeline": {"freeze": {"policy": "mine"}}}, steps=1)
     return {
         **found,
         "batch": refused(ODD),
