@@ -15,7 +15,6 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.op.segments import Part, rows_pattern, runs
 
-
 _MEMORY = (Tensor.stride, Tensor.numel, attrgetter("device"))  # where elements are, apart from the address
 
 

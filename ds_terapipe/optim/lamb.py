@@ -153,8 +153,11 @@ class FusedLamb(torch.optim.Optimizer):
             for parameter in group["params"]:
                 segments.rows_pattern(parameter, group["split_qkv"])
                 if is_torch_shard(parameter):
-                    rule = "a whole tensor, or one that DeepSpeed or Megatron divide (a shard's norm is not its layer's)"
-                    raise bad_value("optimizer.type", f"FusedLamb with a {type(parameter).__name__} shard of shape {tuple(parameter.shape)}", rule, "DDP, or ZeRO-1 or 2")
+                    got = f"FusedLamb with a {type(parameter).__name__} shard of shape {tuple(parameter.shape)}"
+                    rule = (
+                        "a whole tensor, or one that DeepSpeed or Megatron divide (a shard's norm is not its layer's)"
+                    )
+                    raise bad_value("optimizer.type", got, rule, "DDP, or ZeRO-1 or 2")
                 if parameter.layout != torch.strided or parameter.dtype not in TYPES:
                     got = f"{parameter.layout} parameter of {parameter.dtype}"
                     raise bad_value("optimizer.type", got, "dense float32, float16 or bfloat16", "model.float()")

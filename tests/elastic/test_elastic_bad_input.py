@@ -39,30 +39,20 @@ def schedule(*pairs: list[int]) -> dict[str, Any]:
 
 # what is in the configuration beside an elastic block that says less, or by rank; what is said
 CONFIGS: dict[str, tuple[Any, ...]] = {
-    "disk": (
-        {"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
-        'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory), use '
-        'e.g. "cache/"',
-    ),
-    "no folder": (
-        {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
-        "must be a file that can be written (Not a directory), use e.g. history.jsonl",
-    ),
+    "disk": ({"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
+             'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory)',
+             'use e.g. "cache/"'),
+    "no folder": ({"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
+                  "must be a file that can be written (Not a directory), use e.g. history.jsonl"),
     "ranks differ": ((schedule([1, 1]), schedule([1, 2])), *OTHERS),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "offload": (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
-        (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"'),
-    ),
-    "autocast": (
-        {"torch_autocast": {"enabled": True, "dtype": "float16"}}, HALVE,
-        ("torch_autocast: got ", f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16"),
-    ),
-    "ZeRO-2": (
-        {"zero_optimization": {"stage": 2}}, schedule([1, 1]),
-        (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
-    ),
+    "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
+                (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"')),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, HALVE,
+                 ("torch_autocast: got ", f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16")),
+    "ZeRO-2": ({"zero_optimization": {"stage": 2}}, schedule([1, 1]),
+               (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1")),
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
 }  # fmt: skip
 MODELS = {

@@ -58,7 +58,7 @@ def test_a_group_with_a_bad_setting_or_of_another_type_is_not_added() -> None:
             optimizer.add_param_group({"params": [Parameter(tensor)]})
     for mark in ("_is_flat_param", "_fsdp_flattened", "__tensor_flatten__"):  # FSDP1's parameters and DTensors
         setattr(shard := Parameter(torch.ones(3)), mark, True)
-        with pytest.raises(ConfigError, match="got .*FusedLamb with a Parameter shard of .*, must be a whole tensor.*, use DDP, "):
+        with pytest.raises(ConfigError, match=r"Parameter shard of .*, must be a whole tensor.*, use DDP"):
             optimizer.add_param_group({"params": [shard]})
     assert len(optimizer.param_groups) == 1
 
