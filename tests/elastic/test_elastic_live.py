@@ -61,7 +61,8 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.up.requires_grad_(entry == 1)
             layer.qkv.weight.lamb_rows = (32, 32, 32)
             layer.before_mlp.weight.tensor_model_parallel = False
-            layer.window, layer.drop.spans, layer.plain = entry, (entry, 2), torch.tensor(entry / 10)  # the spec builds none
+            layer.plain = torch.linspace(0, entry / 10, 32)
+            layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
     return layers
 
 

@@ -23,7 +23,10 @@ class Place(NamedTuple):
 
 def checksums(module: nn.Module) -> dict[str, str]:
     """Return a hash of each tensor among a module's plain attributes."""
-    return {key: _checksum(value) for key, value in vars(module).items() if _travels(value)}
+    buffers = set(map(id, module.buffers()))  # a second name of one goes with it
+    return {
+        key: _checksum(value) for key, value in vars(module).items() if _travels(value) and id(value) not in buffers
+    }
 
 
 def differing(layers: Mapping[str, nn.Module], live: Mapping[str, Mapping[str, str]], tensor: int) -> list[Place]:
@@ -65,11 +68,11 @@ def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _travels(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type != "meta"
+    return type(value) is Tensor and value.layout == torch.strided and value.device.type != "meta"
 
 
 def _checksum(tensor: Tensor) -> str:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    values: Any = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    found.update(memoryview(flat.view(torch.uint8).numpy()))
+    found.update(values)
     return found.hexdigest()
