@@ -1,4 +1,4 @@
-"""Marks of DeepSpeed and Megatron on parameters that several ranks hold, whole or in parts."""
+"""Marks of DeepSpeed, Megatron and PyTorch on parameters that several ranks hold, whole or in parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from torch import Tensor
 def is_tensor_parallel(parameter: Tensor) -> bool:
     """Whether other tensor-parallel ranks hold other parts of the parameter, by Megatron's mark."""
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
+
+
+def is_torch_shard(parameter: Tensor) -> bool:
+    """Whether PyTorch holds the parameter in parts: a DTensor, as of FSDP2, or a flat one or its view, as of FSDP1."""
+    marks = (
+        "_is_flat_param",
+        "_fsdp_flattened",
+    )  # of FSDP1: of its own parameters, of those that it gives to the optimizer
+    return hasattr(parameter, "__tensor_flatten__") or any(getattr(parameter, mark, False) for mark in marks)
 
 
 def is_copy(parameter: Tensor) -> bool:

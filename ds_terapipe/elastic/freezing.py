@@ -17,9 +17,12 @@ from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer, Signals
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import FreezeSettings
+from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
+from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,28 @@ class LayerFreezing:
             # groups of some stages may have other rates
             lr = max(consensus.collect(_highest_lr(engine.basic_optimizer))) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
-        frozen = self.freezer.decide(step, partial(self.norms.take, consensus), signals)
+        decide = partial(self.freezer.decide, step, partial(self.norms.take, consensus), signals)
+        frozen = self._same_everywhere(consensus, decide) if self.freezer.is_users else decide()
         if self.freezer.reason is not None and frozen < self.frozen and engine.global_rank == 0:
             emit(f"elastic_pipeline.freeze: step {step}: layers train again ({self.freezer.reason})")
         return frozen
+
+    def _same_everywhere(self, consensus: Consensus, decide: Callable[[], int]) -> int:
+        """Return the decision of a user's policy, which may fail, or differ, on some ranks alone; collective.
+
+        Raises:
+            ConfigError: on every rank, where they differ; else the policy's own error, on every rank.
+        """
+        decided: list[int] = []
+        consensus.agree(error_of(lambda: decided.append(decide())))
+        said = [int(entries) for entries in consensus.collect(decided[0])]
+        rank = next((rank for rank, entries in enumerate(said) if entries != said[0]), None)
+        if rank is not None:
+            raise ConfigError(
+                f"elastic_pipeline.freeze.policy: got {said[rank]} entries to freeze on rank {rank} and {said[0]} on rank 0 from "
+                f"{shown(self._settings.policy)}, must be the same on all ranks, use the policy's arguments and state alone"
+            )
+        return decided[0]
 
     def record_loss(self, loss: Tensor) -> None:
         """Add the loss of a step, without waiting for the device."""

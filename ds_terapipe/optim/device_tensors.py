@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from ds_terapipe.deepspeed_state import Fragment, fragments_in, link
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.op.segments import Part, rows_pattern, runs
+
+_MEMORY = (Tensor.stride, Tensor.numel, attrgetter("device"))  # where elements are, apart from the address
 
 
 @dataclass
@@ -133,10 +136,12 @@ def by_device(records: Sequence[Record]) -> dict[torch.device, DeviceTensors]:
 
 
 def fingerprint(records: Sequence[Record]) -> list[Any]:
-    """Return all that a table depends on and others may change: the groups' tensors, and DeepSpeed's links to them."""
+    """Return all that a table depends on and others may change: the groups' tensors, their memory, and DeepSpeed's links."""
     tensors = [list(map(id, record.group["params"])) for record in records]
+    # `parameter.data = ...`, also by `model.to(memory_format=...)`, leaves the parameter what it is
+    memory = [list(map(read, record.group["params"])) for record in records for read in _MEMORY]
     links = [
         list(map(link, record.originals)) for record, held in zip(records, tensors, strict=True) if held != record.ids
     ]
     switches = [(record.group["split_qkv"], record.group["exclude"]) for record in records]
-    return [tensors, links, switches]
+    return [tensors, memory, links, switches]

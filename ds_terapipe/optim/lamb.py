@@ -16,6 +16,7 @@ from ds_terapipe.optim.op import backends, segments
 from ds_terapipe.optim.op.device_table import DeviceTable
 from ds_terapipe.optim.op.step_tensors import TYPES
 from ds_terapipe.optim.sharding import Group, Groups, all_reduce
+from ds_terapipe.parameter_marks import is_torch_shard
 
 
 class FusedLamb(torch.optim.Optimizer):
@@ -140,7 +141,7 @@ class FusedLamb(torch.optim.Optimizer):
         """Override ``Optimizer.add_param_group``: the group may have settings of its own.
 
         Raises:
-            ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16.
+            ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16, or a shard of PyTorch's.
         """
         if "max_grad_norm" in param_group:
             rule = "one value for all parameter groups"
@@ -151,6 +152,12 @@ class FusedLamb(torch.optim.Optimizer):
             modes.resolve(group)
             for parameter in group["params"]:
                 segments.rows_pattern(parameter, group["split_qkv"])
+                if is_torch_shard(parameter):
+                    got = f"FusedLamb with a {type(parameter).__name__} shard of shape {tuple(parameter.shape)}"
+                    rule = (
+                        "a whole tensor, or one that DeepSpeed or Megatron divide (a shard's norm is not its layer's)"
+                    )
+                    raise bad_value("optimizer.type", got, rule, "DDP, or ZeRO-1 or 2")
                 if parameter.layout != torch.strided or parameter.dtype not in TYPES:
                     got = f"{parameter.layout} parameter of {parameter.dtype}"
                     raise bad_value("optimizer.type", got, "dense float32, float16 or bfloat16", "model.float()")

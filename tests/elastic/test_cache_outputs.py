@@ -187,17 +187,20 @@ def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, s
     assert len([line for line in said if "not used for 2 layers" in line and "do not follow the samples" in line]) == 1
 
 
-def test_entries_that_are_not_what_the_layers_put_out_are_found_out(make: Made, said: list[str]) -> None:
-    cache, stage = begun(make(), Slow())
-    step(cache, stage, batch(0))
+@pytest.mark.parametrize("more", [(), (Slow(),)], ids=["their level", "the next level"])
+def test_entries_that_are_not_what_the_layers_put_out_are_found_out(more: Any, make: Made, said: list[str]) -> None:
+    cache, first = begun(make(), Slow())
+    step(cache, first, batch(0), batch(1))
     other = OutputCache([Tier(cache.tiers[0].root, "one", None)], False, CPU, int, said.append)
-    other.begin(stage.level(), None)
+    stage = Stage(*first.layers, *more)
+    other.begin(stage.level(), first.level() if more else None)
     with torch.no_grad():
-        stage.layers[0].linear.bias += 1  # behind the back of the level
-    (found,) = step(other, stage, batch(0))
-    assert torch.equal(found, stage.run(batch(0), 0)) and other.counts.read == 0
+        first.layers[0].linear.bias += 1  # behind the back of the level
+    found = step(other, stage, batch(0), batch(1))
+    assert all(torch.equal(one, stage.run(batch(n), 0)) for n, one in enumerate(found)) and other.counts.read == 0
     step(other, stage, batch(0))
-    assert not other.active and any("entries that are not what the layers put out" in line for line in said)
+    why = "do not follow the samples" if more else "entries that are not what the layers put out"
+    assert not other.active and any(why in line for line in said)
     other.close(keep=True)
 
 

@@ -39,43 +39,37 @@ def schedule(*pairs: list[int]) -> dict[str, Any]:
 
 # what is in the configuration beside an elastic block that says less, or by rank; what is said
 CONFIGS: dict[str, tuple[Any, ...]] = {
-    "disk": (
-        {"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
-        'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory), use '
-        'e.g. "cache/"',
-    ),
-    "no folder": (
-        {"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
-        "must be a file that can be written (Not a directory), use e.g. history.jsonl",
-    ),
+    "disk": ({"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
+             'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory)',
+             'use e.g. "cache/"'),
+    "no folder": ({"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
+                  "must be a file that can be written (Not a directory), use e.g. history.jsonl"),
     "ranks differ": ((schedule([1, 1]), schedule([1, 2])), *OTHERS),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "offload": (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
-        (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"'),
-    ),
-    "autocast": (
-        {"torch_autocast": {"enabled": True, "dtype": "float16"}}, HALVE,
-        ("torch_autocast: got ", f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16"),
-    ),
-    "ZeRO-2": (
-        {"zero_optimization": {"stage": 2}}, schedule([1, 1]),
-        (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
-    ),
+    "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
+                (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"')),
+    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, HALVE,
+                 ("torch_autocast: got ", f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16")),
+    "ZeRO-2": ({"zero_optimization": {"stage": 2}}, schedule([1, 1]),
+               (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1")),
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
 }  # fmt: skip
 MODELS = {
+    "one rank fails": ("freeze.policy: got 0.5 from Mine.at_step, must be a number of entries",),
+    "answers differ": ('freeze.policy: got 1 entries to freeze on rank 1 and 0 on rank 0 from "mine", must be the same on all',),
     "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
 
 
-def refused(case: Case = CASE, **options: Any) -> tuple[str, str]:
-    """Class and text of what ``initialize`` raises."""
+def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, str]:
+    """Class and text of what ``initialize``, or so many steps after it, raise."""
     try:
         engine = engine_of(case, **options)
+        for micro_batches in data_of(case)[:steps]:
+            engine.train_batch(iter(micro_batches))
     except Exception as error:
         return type(error).__name__, str(error)
     engine.destroy()
@@ -89,6 +83,10 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     for name, (keys, block, _) in BESIDES.items():
         found[name] = refused(config={**keys, "elastic_pipeline": block})
     back = {"freeze": {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}}
+    for name, answer in {"one rank fails": (0, 0.5), "answers differ": (0, 1)}.items():
+        mine = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen, answer=answer: answer[rank]})
+        with registered("mine", mine):
+            found[name] = refused(config={"elastic_pipeline": {"freeze": {"policy": "mine"}}}, steps=1)
     return {
         **found,
         "batch": refused(ODD),
@@ -96,16 +94,8 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved
         "static": refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}}),
-        "step": step(),
+        "step": refused(config={"elastic_pipeline": HALVE}, steps=1),  # after all that was refused
     }
-
-
-def step() -> float:
-    """The loss of a step after all that was refused."""
-    engine = engine_of(CASE, config={"elastic_pipeline": HALVE})
-    loss = float(engine.train_batch(iter(data_of(CASE)[0])))
-    engine.destroy()
-    return loss
 
 
 ranks = launched(worker, 2, timeout=200)
@@ -126,7 +116,7 @@ def test_what_is_wrong_is_one_line_on_every_rank(ranks: Any, name: str) -> None:
 
 
 def test_what_was_refused_leaves_nothing_behind_and_what_is_right_is_not_refused(ranks: Any) -> None:
-    assert ranks[0]["step"] == ranks[1]["step"] > 0 and ranks[0]["static"] == ("nothing", "")
+    assert all(found[name] == ("nothing", "") for found in ranks for name in ("step", "static"))
 
 
 NOW = {

@@ -31,16 +31,16 @@ OFF = 1e-5
 
 
 class Rich(Block):
-    """A block with dropout and buffers, of which one is not saved."""
+    """A block with dropout, buffers, of which one is not saved, and a tensor that is neither buffer nor parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(0.1)
+        self.drop, self.plain = nn.Dropout(0.1), torch.zeros(())
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", torch.zeros(1), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.drop(hidden) * self.scale + self.shift)
+        return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain)
 
 
 def rich() -> list[Any]:
@@ -61,6 +61,7 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.up.requires_grad_(entry == 1)
             layer.qkv.weight.lamb_rows = (32, 32, 32)
             layer.before_mlp.weight.tensor_model_parallel = False
+            layer.plain = torch.linspace(0, entry / 10, 32)
             layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
     return layers
 

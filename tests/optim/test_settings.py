@@ -56,6 +56,10 @@ def test_a_group_with_a_bad_setting_or_of_another_type_is_not_added() -> None:
     for tensor in (torch.ones(3).double(), torch.eye(3).to_sparse()):
         with pytest.raises(ConfigError, match=r"parameter of .*must be dense float32, float16 or bfloat16"):
             optimizer.add_param_group({"params": [Parameter(tensor)]})
+    for mark in ("_is_flat_param", "_fsdp_flattened", "__tensor_flatten__"):  # FSDP1's parameters and DTensors
+        setattr(shard := Parameter(torch.ones(3)), mark, True)
+        with pytest.raises(ConfigError, match=r"Parameter shard of .*, must be a whole tensor.*, use DDP"):
+            optimizer.add_param_group({"params": [shard]})
     assert len(optimizer.param_groups) == 1
 
 

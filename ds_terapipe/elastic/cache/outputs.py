@@ -218,17 +218,17 @@ class OutputCache:
         if number + _AHEAD < len(self._given):
             self._ask(number + _AHEAD)
         samples = len(asked.samples)
-        # all of a stage's ranks read entries of one level, or all of them compute
-        if self._agree(int(asked.level is not None and asked.level == self._level)):
+        # all of a stage's ranks read entries of one level, or all of them compute; none that were found wrong in this step
+        if self._agree(int(self._sound and asked.level is not None and asked.level == self._level)):
             outputs = _to_device(asked.outputs, self._device)
             self._reading.append(asked.seconds)
-            if not self._checked and self._sound:
+            if not self._checked:
                 return self._check(outputs, inputs, compute)
             self._compare()
             self.counts.read += samples
             return outputs
         earlier = self._earlier
-        continues = earlier is not None and asked.level == earlier and compute.can_start_inside
+        continues = self._sound and earlier is not None and asked.level == earlier and compute.can_start_inside
         if self._agree(int(continues)) and earlier is not None:
             start, given = earlier.layers, _to_device(asked.outputs, self._device)
             self.counts.continued += samples
@@ -238,6 +238,8 @@ class OutputCache:
         outputs = self._timed(compute, given, start)
         if self._dims is None and self._sound:
             self._learn(inputs, outputs, start, compute)
+            if start and not self._sound:  # the entries it began with may be wrong
+                outputs = self._timed(compute, inputs, 0)
         if self._sound:
             self._keep(asked.samples, outputs)
         return outputs

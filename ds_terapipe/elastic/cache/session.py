@@ -111,7 +111,9 @@ class CacheSession:
                 self._tiers(), self._settings.dtype == "bf16", self._device, self._agree, self._say
             )
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
-        known = tuple((id(tensor), tensor._version) for tensor in tensors)
+        known = tuple(
+            (id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors
+        )  # `.data = ...` has no version
         if known != self._known:  # other layers, or their weights were modified
             self._known = known
             self.levels = [count for count in self.levels if count < len(layers)]

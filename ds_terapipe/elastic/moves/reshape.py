@@ -16,6 +16,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.moves import attributes
 from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.layers import (
     LOSS,
@@ -147,6 +148,7 @@ class Reshape:
         for prefix, layer in layers.items():
             if layer is not self._here.get(prefix):
                 _set_up(prefix, layer, held)
+        self._carry_attributes(held)
         for name, of in owner.items():
             self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
@@ -221,6 +223,24 @@ class Reshape:
                         self._wait(torch.distributed.irecv(message, source, group=group), f"{name} from rank {source}")
                         if message is not part:
                             part.copy_(message)
+
+    def _carry_attributes(self, held: Mapping[int, StageState]) -> None:
+        """Give newly built layers the tensors that are plain attributes of the live ones; collective."""
+        coordinates = self._old.get_coord(self._rank)
+        tensor, gather = getattr(coordinates, "model", 0), self._consensus.gather
+        new = {prefix: layer for prefix, layer in self._layers.items() if layer is not self._here.get(prefix)}
+        live = {
+            name: about["tensors"]
+            for stage in sorted(held, reverse=True)
+            for name, about in held[stage].modules.items()
+        }
+        lacking = attributes.differing(new, live, tensor)
+        asked = sorted({place for of_rank in gather(lacking) for place in of_rank})
+        if asked:
+            mine = attributes.values_of(self._here, asked, tensor) if getattr(coordinates, "data", 0) == 0 else {}
+            # of a tied layer's copies the first stage's counts
+            values = {place: value for of_rank in reversed(gather(mine)) for place, value in of_rank.items()}
+            attributes.put(new, {place: values[place] for place in lacking}, self._device)
 
     def _holder(self, stage: int, target: int, turn: int) -> int:
         """Return the rank of a stage that sends to a target; replicas take turns."""

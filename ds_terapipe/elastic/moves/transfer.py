@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from ds_terapipe.elastic.moves.attributes import checksums
 from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError
@@ -63,7 +64,7 @@ class StageState:
 
     Attributes:
         tensors: by name.
-        modules: class, hooks and plain attributes of its modules, by their names.
+        modules: class, hooks, plain attributes and checksums of tensors among these, of its modules, by their names.
         same: groups of names that are one trained parameter.
     """
 
@@ -145,7 +146,8 @@ def _about(module: nn.Module) -> dict[str, Any]:
     for parameter in module.parameters(recurse=False):
         found += [getattr(parameter, name, None) or {} for name in _PARAMETER_HOOKS]
     hooks = sum(_is_a_users(hook) for each in found for hook in each.values())
-    return {"class": f"{type(module).__module__}.{type(module).__qualname__}", "hooks": hooks, "settings": settings}
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    return {"class": kind, "hooks": hooks, "settings": settings, "tensors": checksums(module)}
 
 
 def _is_a_users(hook: Any) -> bool:

@@ -82,6 +82,11 @@ class Freezer:
         """Whether the policy needs gradient norms."""
         return self._policy.needs_gradients
 
+    @property
+    def is_users(self) -> bool:
+        """Whether the policy is none of the package's: it may fail, or answer, on one rank alone."""
+        return not type(self._policy).__module__.startswith("ds_terapipe.")
+
     def begin(self, step: int) -> None:
         """Count intervals from this step: the training has come so far without a policy."""
         if self._counts:
