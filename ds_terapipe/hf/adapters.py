@@ -86,7 +86,7 @@ class Adapter:
             try:
                 with nullcontext() if given else torch.device("meta"):
                     inject_adapter_in_model(self.config, model, self._name)
-            except ValueError as problem:
+            except (ValueError, TypeError) as problem:
                 raise self._unfit(model, f'"{line_of(problem)}" from peft') from problem
             cast_adapter_dtype(model, self._name)
         self._check_active(model)

@@ -186,7 +186,7 @@ def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch:
         (model, {"lora": lora(use_dora=True)}, "lora: got use_dora True"),
         (model, {"lora": lora(init_lora_weights="pissa")}, 'lora: got init_lora_weights "pissa"'),
         (peft.get_peft_model(model_of("llama"), prompt), {}, "hf.pipeline: got PROMPT_TUNING, must be LoRA"),
-        (model_of(TIED), {"lora": lora(**SHARED | {"target_modules": ["lm_head"]})}, "adapter on lm_head, which stays tied"),
+        (model_of(TIED), {"lora": lora(target_modules=["lm_head"], ensure_weight_tying=True)}, "on lm_head, which stays tied"),
         (model, {"lora": lora(target_modules=["query"])}, "lora: got .*'query'.* not found"),
         (model, {"lora": lora(modules_to_save=["hed"])}, 'lora: got modules_to_save "hed"'),
         (quantized, {"lora": lora()}, "got llama quantized by bitsandbytes"),
