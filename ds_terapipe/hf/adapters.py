@@ -77,7 +77,7 @@ class Adapter:
         """Put the adapter into a model, and return the parts of the model with it.
 
         Logits that are tied to the word embedding are so no longer, since the shared weight is frozen: embedding and head are
-        layers of their own. They stay tied where peft trains them so.
+        layers of their own. They stay tied where peft trains them so, or the shared weight of a given model trains.
         """
         from peft import get_peft_model_state_dict, inject_adapter_in_model
         from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -86,17 +86,26 @@ class Adapter:
             try:
                 with nullcontext() if given else torch.device("meta"):
                     inject_adapter_in_model(self.config, model, self._name)
-            except ValueError as problem:
+            except (ValueError, TypeError) as problem:
                 raise self._unfit(model, f'"{line_of(problem)}" from peft') from problem
             cast_adapter_dtype(model, self._name)
         self._check_active(model)
+        shared_trains = self._there and parts.tied and model.get_submodule(parts.head).weight.requires_grad
+        tied = parts.tied and (bool(self.config.ensure_weight_tying) or shared_trains)
+        if tied and hasattr(model.get_submodule(parts.head), "lora_A"):
+            raise ConfigError(
+                f"{self._key}: got an adapter on {parts.head}, which stays tied to {parts.tokens}, must be on other "
+                "modules, use target_modules without it, or no ensure_weight_tying"
+            )
         known = list(model.state_dict())
-        tied = parts.tied and bool(self.config.ensure_weight_tying)
         head, tokens = (f"{name}.modules_to_save.{self._name}." for name in (parts.head, parts.tokens))
         saved = get_peft_model_state_dict(
             model, dict(zip(known, known, strict=True)), self._name, save_embedding_layers=False
         )
         self.names = {_PREFIX + own: name.replace(head, tokens) if tied else name for own, name in saved.items()}
+        if self._there:  # what else trains of a model that is given; peft loads these names as they are
+            trained = [name for name, each in model.named_parameters() if each.requires_grad]
+            self.names |= {_PREFIX + name: name for name in trained if name not in set(self.names.values())}
         self._find_values(model)
         if given and not self._there:
             self.begin(model, "", seed)
@@ -105,12 +114,6 @@ class Adapter:
     def base_name(self, name: str) -> str | None:
         """Return the name that a tensor has in the model without adapters; None: it is an adapter's alone."""
         return None if ".lora_" in name else self._wrapped.sub("", name)
-
-    def widen(self, module: nn.Module) -> None:
-        """Make adapters of 16 bits fp32, as peft does; modules that are trained whole stay as they are."""
-        from peft.tuners.tuners_utils import cast_adapter_dtype
-
-        cast_adapter_dtype(module, self._name)
 
     def begin(self, module: nn.Module, part: str, seed: int) -> None:
         """Set the adapter's values in a module of the model, by its name; the base's are there."""

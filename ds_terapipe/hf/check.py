@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.batches import batch
 from ds_terapipe.hf.loss import CausalLMLoss
@@ -24,13 +25,16 @@ from ds_terapipe.hf.source import Source
 
 _LENGTH, _WINDOW, _VOCABULARY, _HEADS = 16, 5, 96, 4
 _GRADIENT = "the gradient of "
+_LOSS = "_loss_function"  # what a model has that was given another loss_function
 _TOLERANCE = 1e-6  # in fp64, where models that cast to fp32 inside do the same both ways
 
 Chain = Callable[[Source], Sequence[Callable[[Any], Any]]]
 
 
-def check_chain(source: Source, chain: Chain) -> None:
+def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
     """Compare a tiny model of this class, transformers' or the user's, with the chain that ``chain`` makes of it.
+
+    ``own_loss``: whether the loss must be the model's own.
 
     Raises:
         ConfigError: they differ, or there is no tiny model of this kind.
@@ -43,13 +47,21 @@ def check_chain(source: Source, chain: Chain) -> None:
         except Exception as problem:
             what = f"of which no small model could be made to be compared ({type(problem).__name__}: {problem})"
             raise refusal(name, " ".join(what.split())[:300], "another model") from problem
+        if (given := vars(source.model).get(_LOSS)) is not None:
+            setattr(model, _LOSS, given)
         for parameter in model.parameters():
             if parameter.dim() < 2:  # norms and biases are all alike at first
                 parameter.data.add_(torch.randn_like(parameter) / 10)
         for features in _batches():
-            expected = _own(model, features)
-            model.set_attn_implementation(attention.NAME)
-            got = _chained(chain(Source(model, given=True)), model, features)
+            try:
+                expected = _own(model, features, own_loss)
+                model.set_attn_implementation(attention.NAME)
+                got = _chained(chain(Source(model, given=True)), model, features)
+            except ConfigError:
+                raise
+            except Exception as problem:
+                what = f"whose layers do not run one after the other ({type(problem).__name__}: {problem})"
+                raise refusal(name, " ".join(what.split())[:300], "another model") from problem
             model.set_attn_implementation("eager")
             for what, error in _differences(expected, got):
                 if not error <= _TOLERANCE:
@@ -113,22 +125,22 @@ def _batches() -> list[dict[str, Tensor]]:
     ]
 
 
-def _own(model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
-    given = {name: value for name, value in features.items() if name != "labels"}
-    logits = model(**given, use_cache=False).logits
-    return _result(model, logits, features)
+def _own(model: Any, features: dict[str, Tensor], own_loss: bool) -> dict[str, Tensor]:
+    given = features if own_loss else {name: value for name, value in features.items() if name != "labels"}
+    outputs = model(**given, use_cache=False)
+    loss = outputs.loss if own_loss else CausalLMLoss()(outputs.logits, features["labels"])
+    return _result(model, outputs.logits, loss, features)
 
 
 def _chained(chain: Sequence[Callable[[Any], Any]], model: Any, features: dict[str, Tensor]) -> dict[str, Tensor]:
     value: Any = batch(features)[0]
     for layer in chain:
         value = layer(value)
-    return _result(model, value, features)
+    return _result(model, value, CausalLMLoss()(value, features["labels"]), features)
 
 
-def _result(model: nn.Module, logits: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
+def _result(model: nn.Module, logits: Tensor, loss: Tensor, features: dict[str, Tensor]) -> dict[str, Tensor]:
     """Logits of the tokens that are none of padding, loss, gradients."""
-    loss = CausalLMLoss()(logits, features["labels"])
     model.zero_grad(set_to_none=True)
     loss.backward()
     real = features.get("attention_mask", torch.ones_like(features["labels"])) > 0

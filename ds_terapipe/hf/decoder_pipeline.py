@@ -102,6 +102,10 @@ def pipeline(
     get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not callable(loss) and loss != CAUSAL_LM:
         raise ConfigError(f'loss: got "{loss}", must be "{CAUSAL_LM}" or a function, use "{CAUSAL_LM}"')
+    if callable(loss) and mean_over != "micro_batch":
+        raise ConfigError(
+            f'mean_over: got "{mean_over}" beside a loss of your own, must be absent, use a loss that has a mean of its own'
+        )
     topology = _topology(num_stages, topology)
     named = isinstance(model, (str, Path)) or adapter is not None
     source = together(lambda: source_of(model, dtype, seed, revision, lora, adapter), one_first=named)
@@ -112,7 +116,7 @@ def pipeline(
     stage = topology.get_coord(Job.current().rank).pipe
 
     def check() -> None:
-        check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+        check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)], own_loss=loss == CAUSAL_LM)
         source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
 
     together(check)

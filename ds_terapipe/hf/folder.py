@@ -150,9 +150,16 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
     checkpoint, folder = Path(checkpoint), Folder(Path(out))
     check_saved(checkpoint)
     record = read_record(checkpoint)
+    missing = dict.fromkeys(record["weights"])
     for entry in range(len(record["entries"])):
-        names = (_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry))
+        names = [_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry)]
         _check_names("export", names, record["adapter"], "the checkpoint itself, with load_checkpoint")
+        missing = {name: None for name in missing if name not in names}
+    if missing:
+        raise ConfigError(
+            f"export: got no {next(iter(missing))} in {checkpoint}, must be all weights of the model, use save_checkpoint "
+            "without exclude_frozen_parameters, or hf.save_pretrained"
+        )
     masters = Masters(checkpoint)
     folder.begin()
     for file in (checkpoint / HF_FOLDER).iterdir():

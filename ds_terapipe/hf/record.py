@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -32,19 +33,22 @@ def write_record(source: Source, checkpoint: Path) -> None:
     """Write the record into a folder ``hf`` of a checkpoint."""
     folder = checkpoint / HF_FOLDER
     write_model(source, folder)
+    prefixes = tuple(name for entry in names_of(source) for name in entry.values())
+    weights = [] if source.adapter is not None else [n for n in source.model.state_dict() if n.startswith(prefixes)]
     record = {
         "version": _VERSION,
         "architecture": type(source.model).__name__,
         "tied": source.parts.tied,
         "entries": names_of(source),
         "adapter": None if source.adapter is None else source.adapter.names,
+        "weights": weights,
     }
     (folder / HF_NAMES).write_text(json.dumps(record, indent=1))
 
 
 def write_model(source: Source, folder: Path) -> None:
     """Write configuration and generation settings, or those of the adapter; and the tokenizer's files of the model's folder."""
-    config, generation = source.config, getattr(source.model, "generation_config", None)
+    config, generation = source.config, getattr(source.model, "generation_config", None) if source.given else None
     folder.mkdir(parents=True, exist_ok=True)
     origin = Path(str(getattr(config, "_name_or_path", "") or "."))
     if str(origin) != "." and origin.is_dir():
@@ -56,9 +60,11 @@ def write_model(source: Source, folder: Path) -> None:
             (folder / name).unlink(missing_ok=True)
         source.adapter.write_config(folder)
         return
-    config.save_pretrained(folder)
+    written = copy.deepcopy(config)
+    written.tie_word_embeddings = source.parts.tied  # which a given model may have changed by hand
+    written.save_pretrained(folder)
     if generation is not None:
-        generation.save_pretrained(folder)
+        generation.to_json_file(folder / _OF_A_MODEL[1])  # save_pretrained refuses some, when all is trained
 
 
 def read_record(checkpoint: Path) -> dict[str, Any]:
@@ -77,6 +83,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
         record["adapter"] = dict(record.get("adapter") or {})  # older records have none
+        record["weights"] = list(record.get("weights") or ())  # and not these
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import attention
@@ -25,14 +27,14 @@ class Source:
     """Gives out the modules of a model one by one, so that a process holds its own layers only.
 
     Args:
-        model: on the meta device unless it is ``given``.
+        model: on the meta device unless it is ``given``; its parameters and buffers have their types.
         given: whether it is a model of the user's, whose modules are handed out as they are.
         weights: values of the modules; None: new ones, drawn from ``seed`` and the module's name.
-        dtype: of the parameters; None: the model's.
         seed: see ``weights``.
         adapter: to be put into the model, or that it has.
 
     Attributes:
+        given: see above.
         parts: of the model.
         adapter: its adapter, if it has one.
         rotary: of all layers; None: there is none.
@@ -40,16 +42,9 @@ class Source:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        given: bool,
-        weights: Weights | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int = 0,
-        adapter: Adapter | None = None,
+        self, model: Any, *, given: bool, weights: Weights | None = None, seed: int = 0, adapter: Adapter | None = None
     ) -> None:
-        self.model, self._given, self._weights, self._dtype, self._seed = model, given, weights, dtype, seed
+        self.model, self.given, self._weights, self._seed = model, given, weights, seed
         self.config: PreTrainedConfig = model.config
         self._plain = self.parts = parts_of(model)
         self.adapter = adapter
@@ -76,33 +71,31 @@ class Source:
     def take(self, part: str) -> nn.Module:
         """A module with its weights, or room for them, on the CPU; of a given model the very module."""
         module: nn.Module = self.model.get_submodule(part)
-        if self._given:
+        if self.given:
             return module
         module = copy.deepcopy(module, {id(self.config): self.config}).to_empty(device="cpu")
         if is_skipping_init():
-            return self._typed(module)
+            return module
         stored = {name: self._stored(f"{part}.{name}") for name in module.state_dict()}
         loaded = {name: self._weights.read(at) for name, at in stored.items() if at} if self._weights else {}
         for name, tensor in _tensors(module):  # transformers draws no values for these
-            vars(tensor)["_is_hf_initialized"] = name in loaded or stored.get(name, name) is None
+            known = vars(tensor)["_is_hf_initialized"] = name in loaded or stored.get(name, name) is None
+            if not known and tensor.is_floating_point():
+                tensor.data.fill_(float("nan"))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(zlib.crc32(f"{self._seed} {part}".encode()))
-            for inside in module.modules():
+            for inside in reversed([*module.modules()]):  # a module after those in it, whose values it may set, too
                 self.model._init_weights(inside)
             for name, tensor in _tensors(module):
                 if name in loaded:
                     tensor.copy_(loaded[name])
-        module = self._typed(module)
+                elif stored.get(name, name) is not None and bool(tensor.isnan().any()):
+                    what = f"for whose {part}.{name} _init_weights has no value"
+                    raise refusal(
+                        self.config.model_type, what, "a model that is there: AutoModelForCausalLM.from_config(...)"
+                    )
         if self.adapter is not None:
             self.adapter.begin(module, part, self._seed)
-        return module
-
-    def _typed(self, module: nn.Module) -> nn.Module:
-        """Return a module in the type of the parameters; adapters are not in 16 bits."""
-        if self._dtype is not None:
-            module = module.to(self._dtype)
-        if self.adapter is not None:
-            self.adapter.widen(module)
         return module
 
     def _stored(self, name: str) -> str | None:
@@ -156,7 +149,10 @@ def source_of(
                 "lora: got a model that has an adapter, must be without, use model.unload() or leave lora out"
             )
         what.set_attn_implementation(attention.NAME)
-        return Source(what if dtype is None else what.to(dtype), given=True, seed=seed, adapter=there or wanted)
+        for tensor in what.state_dict(keep_vars=True).values() if dtype is not None else ():
+            if tensor.is_floating_point():  # tables of frequencies are none of these, and stay as precise as they are
+                tensor.data = tensor.data.to(dtype)
+        return Source(what, given=True, seed=seed, adapter=there or wanted)
     folder: Path | None = None
     if isinstance(what, (str, Path)):
         folder = folder_of(str(what), revision)
@@ -168,14 +164,37 @@ def source_of(
         )
     check_attention(what)
     _check_weights(what)
-    model = on_meta(what)
+    model = on_meta(what, dtype or torch.float32)
     absent = folder is not None and is_skipping_init() and not has_weights(folder)
-    weights = None if folder is None or absent else Weights(folder, model.base_model_prefix)
-    return Source(model, given=False, weights=weights, dtype=dtype or torch.float32, seed=seed, adapter=wanted)
+    weights = None if folder is None or absent else Weights(folder, _renaming(model))
+    if weights is not None:
+        _tie_as_stored(model, weights)
+    return Source(model, given=False, weights=weights, seed=seed, adapter=wanted)
 
 
-def on_meta(config: PreTrainedConfig) -> Any:
-    """A model without values, whose attention is ours.
+def _renaming(model: Any) -> Callable[[str], str]:
+    """Return the function from a name in a folder, perhaps an older one, to the name in the model."""
+    changes = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    own, prefix = model.state_dict(), model.base_model_prefix
+    return lambda name: name if name in own else rename_source_key(name, changes, [], prefix, own)[0]
+
+
+def _tie_as_stored(model: Any, weights: Weights) -> None:
+    """Tie embedding and logits as transformers does: not where a folder has two different weights, else to the stored one."""
+    parts = parts_of(model)
+    tokens, head = f"{parts.tokens}.weight", f"{parts.head}.weight"
+    if not parts.tied or head not in weights.names:
+        return
+    if tokens not in weights.names:
+        weights.names[tokens] = weights.names[head]
+    elif not torch.equal(weights.read(tokens), weights.read(head)):
+        logits = model.get_submodule(parts.head)
+        logits.weight = nn.Parameter(torch.empty_like(logits.weight))
+        model.config.tie_word_embeddings = False
+
+
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """A model without values, whose attention is ours, in the types that transformers gives a model of ``dtype``.
 
     Raises:
         ConfigError: transformers has no causal language model of this configuration.
@@ -185,7 +204,7 @@ def on_meta(config: PreTrainedConfig) -> Any:
         raise refusal(config.model_type, "an encoder with a decoder", "a decoder alone, e.g. Llama")
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype)
     except KeyError as problem:
         raise _without_interface(config) from problem
     except ValueError as problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,17 @@ class Weights:
 
     Args:
         folder: with one file or several and their index.
-        prefix: of the base model's names (``model``), which some folders leave out.
+        renamed: a name in the folder to that in the model; older folders have others, or leave out the base model's prefix.
+
+    Attributes:
+        names: of the tensors in the folder, by those that they have in the model.
 
     Raises:
         ConfigError: there is no such file, or the index can't be read.
     """
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self.folder, self._prefix = folder, f"{prefix}."
+    def __init__(self, folder: Path, renamed: Callable[[str], str]) -> None:
+        self.folder = folder
         self._opened: dict[str, Any] = {}
         if (folder / INDEX).is_file():
             try:
@@ -66,6 +69,7 @@ class Weights:
                 f"hf.pipeline: got {folder} without {SINGLE} or {INDEX}, must be weights in safetensors, use "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
             )
+        self.names = {renamed(name): name for name in self._files}
 
     def check(self, wanted: Iterable[tuple[str, Tensor]]) -> None:
         """See that tensors of these names and shapes are there, without reading them.
@@ -89,9 +93,8 @@ class Weights:
         return found
 
     def _find(self, name: str) -> tuple[str, str]:
-        for known in (name, name.removeprefix(self._prefix), self._prefix + name):
-            if known in self._files:
-                return self._files[known], known
+        if name in self.names:
+            return self._files[self.names[name]], self.names[name]
         raise ConfigError(
             f"hf.pipeline: got no {name} in {self.folder}, must have all weights of the model, use the configuration that they "
             "are of"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
-from transformers import DataCollatorWithFlattening, LlamaConfig
+from transformers import ApertusConfig, DataCollatorWithFlattening, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
 from ds_terapipe import hf
@@ -94,13 +94,9 @@ GOOD = {"input_ids": ONES.clone(), "labels": ONES.clone()}
 # a key, its value, and what is said
 BAD: dict[str, tuple[str, Any, str]] = {
     "no labels": ("labels", None, "got none for labels, must be a tensor"),
-    "another length": (
-        "labels", torch.ones(2, 5), r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]"
-    ),
-    "numbers of documents": (
-        "attention_mask", torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]]),
-        "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that restart with each document, without",
-    ),
+    "another length": ("labels", torch.ones(2, 5), r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]"),
+    "numbers of documents": ("attention_mask", torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]]),
+        "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that restart with each document, without"),
     "an additive mask": ("attention_mask", torch.tensor([[0.0, -1e4, 0, 0]] * 2), "got -10000.0 in attention_mask"),
     "a list": ("attention_mask", [[1, 1, 1, 1]] * 2, "got list"),
     "images": ("pixel_values", torch.ones(2, 3), "got pixel_values, must be among input_ids"),
@@ -158,6 +154,10 @@ def test_new_weights_are_the_same_whatever_is_taken_first() -> None:
     assert not torch.equal(first.mlp.up_proj.weight, third.mlp.up_proj.weight)
     assert float(first.mlp.up_proj.weight.detach().std()) == pytest.approx(config.initializer_range, rel=0.2)
     assert torch.equal(one.take(one.parts.tokens).embed_scale, torch.tensor(config.hidden_size**0.5))
+    block = source_of(families.config_of("gpt2"), None, 5).take("transformer.h.0")  # begins smaller, as in GPT-2's paper
+    assert float(block.mlp.c_proj.weight.detach().std()) == pytest.approx(config.initializer_range / 8**0.5, rel=0.2)
+    with pytest.raises(ConfigError, match=r"got apertus, for whose .*act_fn.alpha_p _init_weights has no value"):
+        source_of(ApertusConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1), None, 5).take("model.layers.0")
 
 
 def test_a_head_counts_where_layers_are_shared_out() -> None:

@@ -151,6 +151,13 @@ def test_adapters_freeze_move_and_are_cached_and_their_dropout_does_not_depend_o
     assert sum(rank["elastic"][2] for rank in launch[1]) > 0, "the cache is not read"
 
 
+def test_an_embedding_that_trains_beside_an_adapter_stays_tied_and_is_in_its_folder() -> None:
+    model, name = peft.get_peft_model(model_of(TIED), lora()), "model.embed_tokens.weight"
+    model.get_input_embeddings().requires_grad_(True)
+    source = source_of(model, None, 0)
+    assert source.parts.tied and source.adapter is not None and source.adapter.names[f"base_model.model.{name}"] == name
+
+
 def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch: Any, tmp_path: Path) -> None:
     checkpoint, adapter = tmp_path / "checkpoint", tmp_path / "adapter"
     shutil.copytree(launch[0] / "checkpoints" / "four stages" / "step", checkpoint)
@@ -179,6 +186,7 @@ def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch:
         (model, {"lora": lora(use_dora=True)}, "lora: got use_dora True"),
         (model, {"lora": lora(init_lora_weights="pissa")}, 'lora: got init_lora_weights "pissa"'),
         (peft.get_peft_model(model_of("llama"), prompt), {}, "hf.pipeline: got PROMPT_TUNING, must be LoRA"),
+        (model_of(TIED), {"lora": lora(target_modules=["lm_head"], ensure_weight_tying=True)}, "on lm_head, which stays tied"),
         (model, {"lora": lora(target_modules=["query"])}, "lora: got .*'query'.* not found"),
         (model, {"lora": lora(modules_to_save=["hed"])}, 'lora: got modules_to_save "hed"'),
         (quantized, {"lora": lora()}, "got llama quantized by bitsandbytes"),

@@ -36,10 +36,8 @@ def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
 ONES = [1, 8, 1, 13, 1]
 # family, kind of batches, slices, schedule; test_slices.py has the others, layer by layer
 CASES: list[tuple[str, str, Any, str]] = [
-    ("llama, tied, dynamic", "plain", 4, "terapipe"),
-    ("gemma2", "packed", ONES, "1f1b"),
-    ("gpt2", "shifted", 4, "1f1b"),
-]
+    ("llama, tied, dynamic", "plain", 4, "terapipe"), ("gemma2", "packed", ONES, "1f1b"), ("gpt2", "shifted", 4, "1f1b"),
+]  # fmt: skip
 
 
 def every_family() -> list[float]:

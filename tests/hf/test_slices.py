@@ -30,21 +30,11 @@ from tests.hf.families import features, model_of, without_key_biases
 
 ONES, UNEVEN = (1, 8, 1, 13, 1), (11, 7, 5, 1)
 CASES: list[tuple[str, str, tuple[int, ...]]] = [
-    ("llama", "front", ONES),
-    ("llama", "behind", UNEVEN),
-    ("llama, tied, dynamic", "plain", UNEVEN),
-    ("mistral", "counted", UNEVEN),
-    ("qwen2", "behind", ONES),
-    ("qwen3", "packed", UNEVEN),
-    ("gemma2", "packed", ONES),
-    ("gemma2", "front", UNEVEN),
-    ("gemma3", "shifted", UNEVEN),
-    ("phi3", "front", UNEVEN),
-    ("olmo2", "counted", ONES),
-    ("gpt2", "shifted", UNEVEN),
-    ("gpt2", "behind", ONES),
-    ("gpt_neox", "packed", UNEVEN),
-]
+    ("llama", "front", ONES), ("llama", "behind", UNEVEN), ("llama, tied, dynamic", "plain", UNEVEN), ("qwen2", "behind", ONES),
+    ("mistral", "counted", UNEVEN), ("qwen3", "packed", UNEVEN), ("gemma2", "packed", ONES), ("gemma2", "front", UNEVEN),
+    ("gemma3", "shifted", UNEVEN), ("phi3", "front", UNEVEN), ("olmo2", "counted", ONES), ("gpt2", "shifted", UNEVEN),
+    ("gpt2", "behind", ONES), ("gpt_neox", "packed", UNEVEN),
+]  # fmt: skip
 
 
 def in_slices(model: Any, features: dict[str, torch.Tensor], lengths: tuple[int, ...]) -> float:

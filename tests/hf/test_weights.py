@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe import cli, hf, manifest
@@ -27,7 +28,7 @@ from ds_terapipe.hf import export
 from ds_terapipe.hf import folder as hf_folder
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
-from ds_terapipe.hf.record import write_record
+from ds_terapipe.hf.record import write_model, write_record
 from ds_terapipe.hf.source import source_of
 from ds_terapipe.names import MANIFEST
 from tests.hf.families import features, model_of, renamed, train_alone
@@ -39,13 +40,10 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_sc
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 # model, configuration, whether it is our engine
 NUMBERS: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "fp32": (TIED, {}, True),
-    "fp32, ZeRO-1, DeepSpeed's engine": (UNTIED, ZERO_1, False),
-    "bf16": (UNTIED, BF16, True),
-    "bf16, ZeRO-1": (TIED, {**BF16, **ZERO_1}, True),
-    "fp16": (UNTIED, FP16, True),
-    "fp16, ZeRO-1": (TIED, {**FP16, **ZERO_1}, True),
-}
+    "fp32": (TIED, {}, True), "fp32, ZeRO-1, DeepSpeed's engine": (UNTIED, ZERO_1, False),
+    "bf16": (UNTIED, BF16, True), "bf16, ZeRO-1": (TIED, {**BF16, **ZERO_1}, True),
+    "fp16": (UNTIED, FP16, True), "fp16, ZeRO-1": (TIED, {**FP16, **ZERO_1}, True),
+}  # fmt: skip
 SGD = {"type": "SGD", "params": {"lr": 0.3}}
 NOT_COPIED = ("vocab.bin", "pytorch_model.bin.index.json")
 ADAPTER = "which is an adapter's, must be weights of the model alone, use "
@@ -76,7 +74,7 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
         if name == "bf16":  # the last stage alone has an adapter
             if engine.grid.is_last_stage:
                 attention = next(each for each in engine.module.forward_funcs if hasattr(each, "layer")).layer.self_attn
-                attention.v_proj = Adapted(attention.v_proj, "base_layer")
+                attention.v_proj = Adapted(attention.v_proj)
             with pytest.raises(ConfigError) as said:
                 hf.save_pretrained(engine, folder / "adapted")
             torch.distributed.barrier()
@@ -89,9 +87,9 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
 class Adapted(torch.nn.Module):
     """A layer under a name of peft's, and the layer that it stands for."""
 
-    def __init__(self, layer: torch.nn.Module, name: str) -> None:
+    def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
-        self.add_module(name, torch.nn.ModuleDict({"default": layer}) if name == "lora_A" else layer)
+        self.base_layer = layer
 
 
 def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
@@ -132,16 +130,10 @@ def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
 
 TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
-SIZES = TWO | {
-    "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+SIZES = SMALL | {"num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0}
 # docs/reference/hugging_face.md's list, by the name of the configuration's class
-PASS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8}),
-    **dict.fromkeys(
-        ("StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Olmo3Config", "NemotronConfig"), SIZES
-    ),
-}  # fmt: skip
+PLAIN = ["StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Olmo3Config", "NemotronConfig"]
+PASS = dict.fromkeys(PLAIN, SIZES) | dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8})
 DIFFERS = "whose own forward does more than its layers do"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
@@ -150,6 +142,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
     "OPTConfig": (TWO | {"ffn_dim": 48}, "without a list of layers"),
     "MixtralConfig": (SIZES, "mixture"),
+    "Lfm2Config": (SIZES | {"layer_types": ["conv", "full_attention"]}, "whose layers do not run one after the other"),
     "FalconConfig": (TWO, "AttentionInterface"),
     "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
     "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
@@ -185,6 +178,9 @@ def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused(
     check(LlamaForCausalLM(config))
     with pytest.raises(ConfigError, match=f"{DIFFERS}.*logits differs by"):
         check(Cooler(config))
+    (other := LlamaForCausalLM(config)).loss_function = lambda logits, labels, **more: logits.logsumexp(-1).mean()
+    with pytest.raises(ConfigError, match=f"{DIFFERS}.*the loss differs by"):
+        check(other)
     for kernels in ("flash_attention_2", "flex_attention"):
         config._attn_implementation = kernels
         with pytest.raises(ConfigError, match=f'attn_implementation: got "{kernels}"'):
@@ -192,22 +188,17 @@ def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused(
 
 
 DAMAGED = {
-    "missing": "that is missing, must be whole",
-    "truncated": "that is damaged",
-    "shape": "of shape [16, 32] in",
-    "weight": "hf.pipeline: got no model.layers.3.mlp.up_proj.weight in",
-    "pickle": "without model.safetensors",
-}
+    "missing": "that is missing, must be whole", "truncated": "that is damaged", "shape": "of shape [16, 32] in",
+    "weight": "hf.pipeline: got no model.layers.3.mlp.up_proj.weight in", "pickle": "without model.safetensors",
+}  # fmt: skip
 LLAMA = LlamaConfig(**SMALL)
 # what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
-    (
-        lambda rank: transformers.BertModel(transformers.BertConfig(**TWO)), {},
-        "hf.pipeline: got bert, BertModel without a head for logits",
-    ),
+    (lambda rank: transformers.BertModel(transformers.BertConfig(**TWO)), {}, "got bert, BertModel without a head for logits"),
     (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
     (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
+    (LLAMA, {"mean_over": "step", "loss": max}, 'mean_over: got "step" beside a loss of your own'),
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'),
     ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
@@ -317,15 +308,26 @@ def checkpoint_of(model: Any, folder: Path, lora: Any = None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["base_layer", "lora_A"])
-def test_a_checkpoint_with_adapters_is_no_folder(name: str, tmp_path: Path) -> None:
-    model = model_of("llama")
-    attention = model.model.layers[2].self_attn
-    attention.q_proj = Adapted(attention.q_proj, name)
-    checkpoint = checkpoint_of(model, tmp_path / "checkpoint")
-    with pytest.raises(ConfigError, match=rf"^export: got model.layers.2.self_attn.q_proj.{name}\..*weight, {ADAPTER}"):
-        export(checkpoint, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"], "something was written"
+@pytest.mark.parametrize(("family", "head"), [("gemma3", ""), ("gpt_neox", ""), (TIED, "same"), (TIED, "other"), (TIED, "alone")])
+def test_a_folder_is_read_as_transformers_reads_it(family: str, head: str, tmp_path: Path) -> None:
+    model, file = model_of(family), tmp_path / "model.safetensors"
+    model.generation_config.update(temperature=0.6, do_sample=True)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(file)
+    if head:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (head == "other")
+    if head == "alone":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    source = source_of(str(tmp_path), torch.bfloat16, 0)
+    parts = [*filter(None, (source.parts.tokens, source.parts.head, source.parts.rotary)), f"{source.parts.layers}.1"]
+    for own, module in ((source.take(part), theirs.get_submodule(part)) for part in parts):
+        found, expected = ({**dict(each.named_parameters()), **dict(each.named_buffers())} for each in (own, module))
+        assert all(value.dtype == found[name].dtype and torch.equal(value, found[name]) for name, value in expected.items())
+    assert source.parts.tied == (theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight)
+    write_model(source, tmp_path / "out")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.6
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -355,6 +357,11 @@ def test_an_export_says_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
         refused(rf"{layer_file.name} \(.*\), must be a whole file, use another")
     torch.save({"x": torch.ones(2)}, layer_file)
     refused("layer_02-model_states.pt of another layer, must be of entry 2")
+    torch.save({}, layer_file)  # without frozen parameters
+    refused("no model.layers.1.self_attn.q_proj.weight in .*, must be all weights of the model, use save_checkpoint without")
+    for name in ("base_layer.weight", "lora_A.default.weight"):
+        torch.save({**layer, f"layer.mlp.up_proj.{name}": torch.ones(2)}, layer_file)
+        refused(f"model.layers.1.mlp.up_proj.{name}, {ADAPTER}")
     layer_file.write_bytes(whole)
     manifest.write(checkpoint, {})
     names = checkpoint / "hf" / "names.json"
