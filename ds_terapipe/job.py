@@ -1,6 +1,6 @@
 """The job: processes that train together, their store, the groups in which they talk, and their agreement.
 
-No other module names PyTorch's default group, its store, or makes groups.
+No other module names PyTorch's default group, its store, or makes groups. So a job can be a part of a launch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ class RankFailed(RuntimeError):
 
 
 class Job:
-    """All processes of the launch, or this process alone before ``init_process_group``; each makes its own object.
+    """Processes that train together; each makes its own object.
+
+    Args:
+        ranks: global ranks of a part of the launch, in ascending order; None: all, or this process alone before
+            ``init_process_group``. A part's groups are made by its own ranks. PyTorch names these by the number of
+            groups that a process has, so it must be the same on all of the part.
 
     Attributes:
         ranks, rank: global ranks of all, and of this process.
@@ -30,10 +35,12 @@ class Job:
 
     _of_launch: Job | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._made_in = _launch()
         self.rank = torch.distributed.get_rank() if self._made_in else 0
-        self.ranks = tuple(range(torch.distributed.get_world_size() if self._made_in else 1))
+        everyone = range(torch.distributed.get_world_size() if self._made_in else 1)
+        self.ranks, self._is_part = tuple(everyone if ranks is None else ranks), ranks is not None
+        self._group: Any = None  # of a part
         self._host_group: Any = None  # where messages of the job's backend are not in host memory
 
     @classmethod
@@ -55,8 +62,10 @@ class Job:
 
     @property
     def group(self) -> Any:
-        """Group of all ranks, on the backend of the launch."""
-        return _default_group()
+        """Group of all ranks, on the backend of the launch; collective at the first use by a part."""
+        if self._is_part and self._group is None:
+            self._group = self.new_group()
+        return self._group if self._is_part else _default_group()
 
     @property
     def host_group(self) -> Any:
@@ -74,8 +83,9 @@ class Job:
 
         Its creation has the launch's own timeout, since processes may arrive at very different times.
         """
+        ranks = self.ranks if ranks is None and self._is_part else ranks
         try:
-            group = torch.distributed.new_group(ranks, backend=backend)
+            group = torch.distributed.new_group(ranks, backend=backend, use_local_synchronization=self._is_part)
         except RuntimeError as error:
             if "gloo" not in str(error).lower():
                 raise

@@ -10,9 +10,12 @@ import torch
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+from ds_terapipe.job import Job, error_of
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.process_groups import close_groups
 from ds_terapipe.schedule import Channel, Placement
 from tests.spawn import launched
 
@@ -37,7 +40,23 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
         channels.close()
         found[name] = made, len(groups) - before
         watchdog.close()
+    found["two jobs"] = two_jobs(rank)
     return found
+
+
+def two_jobs(rank: int) -> list[Any]:
+    """Agree within each half of the launch at the same time, in rounds of its own; return the results of this half."""
+    job = Job([0, 1] if rank < 2 else [2, 3])
+    watchdog = Watchdog(None, 60.0, job=job)
+    watchdog._publish()
+    consensus = Consensus(watchdog)
+    rounds = [consensus.decide(lambda: rank) for _ in range(3 + rank // 2 * 20)]
+    error = error_of(lambda: consensus.agree(KeyError("x") if rank == 3 else None))
+    others = sorted(watchdog._positions.of_others() or {})  # before a rank is through, and closes
+    told = [job.together(lambda: rank), consensus.gather(rank), consensus.collect(rank), str(error)]
+    watchdog.close()
+    close_groups([consensus.group, job.group])
+    return [{*rounds}, *told, others]
 
 
 opened = launched(open_and_close, 4)
@@ -56,3 +75,11 @@ def test_every_rank_has_the_groups_of_its_own_channels(opened, name):
             if rank in pair and len({*pair}) == 2 and (forward or boundary >= placement.forward_only)
         }
         assert found[name] == (wanted, 0)
+
+
+def test_two_jobs_of_one_launch_agree_at_the_same_time(opened):
+    """None knows of the other: decisions, numbers, errors and positions are those of its own ranks."""
+    for rank, found in enumerate(opened):
+        first, other = rank // 2 * 2, rank ^ 1
+        error = ("None", "None", "rank 3 failed: KeyError: 'x'", "'x'")[rank]
+        assert found["two jobs"] == [{first}, rank, [first, first + 1], [first, first + 1], error, [other]]

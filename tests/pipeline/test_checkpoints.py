@@ -28,7 +28,7 @@ class Killed(BaseException):
 
 
 def whole(folder: Path, tag: str) -> WholeFolder:
-    return WholeFolder(folder, tag, True, Job())  # type: ignore[arg-type]
+    return WholeFolder(folder, tag, True, Job([0]))  # type: ignore[arg-type]
 
 
 def save(folder: Path, tag: str, content: str) -> None:

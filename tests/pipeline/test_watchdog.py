@@ -300,7 +300,7 @@ def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch)
     monkeypatch.setattr(torch.distributed, "new_group", refused)
     says = r"^rank 0 waited .* for all ranks to build .*: Gloo .* refused: gloo could not .* GLOO_SOCKET_IFNAME"
     with pytest.raises(PipelineStalled, match=says), launching(60.0):
-        Job().new_group(timeout_s=5.0, backend="gloo")
+        Job([0, 1]).new_group(timeout_s=5.0, backend="gloo")
 
 
 def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):

@@ -18,6 +18,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from ds_terapipe.commands.checking.boundary import Alongside, Boundary
 from ds_terapipe.commands.checking.inputs import Sample
 from ds_terapipe.commands.checking.peak import CountedPeak
+from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
@@ -38,14 +39,6 @@ from ds_terapipe.schedule import Placement, Unit
 SCHEDULE = "1f1b"
 _CUTS = (4, 2)  # slices of the steps that are counted
 _NOBODY = SimpleNamespace(ended="", begin=lambda *args: None, watches=False)
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
-
-
-_ALONE = SimpleNamespace(agree=_raise)  # what a rank without others agrees with
 
 
 class Counted(NamedTuple):
@@ -154,7 +147,7 @@ class StageRun:
             return
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
-        probe = Inspection(self._runtime, _ALONE, self._settings, False)  # type: ignore[arg-type]
+        probe = Inspection(self._runtime, Job([0]), self._settings, False)  # type: ignore[arg-type]
         with mock.patch.object(self._links, "_span", _probed(batch, self._runtime.multiple)):
             probe.run(batch)
 

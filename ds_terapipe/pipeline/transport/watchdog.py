@@ -93,6 +93,7 @@ class Watchdog(Observer):
         timeout_s: longest wait, in seconds.
         new_mark: puts a mark on the device's current stream; None: the host waits for messages.
         device: device of the marks.
+        job: job of the ranks; None: of all processes of the launch.
 
     Attributes:
         ended: why this rank's steps have failed; empty while they have not.
@@ -106,8 +107,9 @@ class Watchdog(Observer):
         timeout_s: float,
         new_mark: Callable[[], Mark] | None = None,
         device: torch.device = _HOST,
+        job: Job | None = None,
     ) -> None:
-        self.timeout_s, self.job = timeout_s, Job.current()
+        self.timeout_s, self.job = timeout_s, job or Job.current()
         self._new_mark, self._device = new_mark, device
         self._marks: deque[_Passed] = deque()  # marks that the stream has not reached, as far as is known
         self._marks_lock, self._progress = threading.Lock(), 0.0
