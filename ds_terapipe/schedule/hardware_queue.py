@@ -2,8 +2,8 @@
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron's tensor parallelism asks for, work is dispatched in the order of
 its issue, whatever its stream. An entry is dispatched when its stream's last entry and the events that it waits for have
-ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched (CUDA C++
-Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
+ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched, a collective
+when all of its ranks' are (CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
 
 One queue is the hardest case. Whatever an entry waits for on another assignment of the streams to queues, it waits for on
 one queue too, and entries never take anything from each other. So a step that comes to its end on one queue does so on
@@ -30,13 +30,15 @@ class Entry(NamedTuple):
         stream: runs its entries one behind the other.
         action: index of the action in its place's row, for reports.
         after: earlier entries of this rank whose events it waits for.
-        joins: name of the message, which ends when both of its ends are dispatched; None: it ends as soon as it is dispatched.
+        joins: name of the message or collective; None: it ends as soon as it is dispatched.
+        ranks: entries that have to join.
     """
 
     stream: Hashable
     action: int
     after: tuple[int, ...] = ()
     joins: Hashable = None
+    ranks: int = 2
 
 
 Program: TypeAlias = Sequence[Entry]
@@ -54,9 +56,14 @@ def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD, messages: int =
     Returns:
         For each place that does not come to its end, the index of the action at which its queue stands.
     """
-    programs = {place: _Issued(row, posted_ahead, messages).entries for place, row in enumerate(grid)}
+    programs = {place: program_of(row, posted_ahead, messages) for place, row in enumerate(grid)}
     at = dispatch(programs)
     return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
+
+
+def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
+    """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
+    return _Issued(row, posted_ahead, messages).entries
 
 
 def dispatch(
@@ -94,7 +101,7 @@ def dispatch(
                     continue
                 there = joined.setdefault(entry.joins, [])
                 there.append((rank, index))
-                if len(there) == 2:
+                if len(there) == entry.ranks:
                     for each, number in there:
                         ended[each].add(number)
     heads = {rank: [queue[0] for (each, _), queue in queues.items() if each == rank and queue] for rank in programs}
