@@ -81,8 +81,8 @@ def documents_apart(tokens: Tensor) -> Iterator[None]:
     attention, numbers = F.scaled_dot_product_attention, document_numbers(tokens)
     visible = (numbers[:, None, :, None] == numbers[:, None, None]).tril()
 
-    def masked(*args: Any, is_causal: bool, **kwargs: Any) -> Tensor:
-        assert is_causal
+    def masked(*args: Any, is_causal: bool, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        assert is_causal and attn_mask is None
         return attention(*args, attn_mask=visible, **kwargs)
 
     with mock.patch.object(F, "scaled_dot_product_attention", masked):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
@@ -98,7 +99,9 @@ def _nonzero(parts: Iterable[nn.Module]) -> Iterator[None]:
     Behind zeros slices would make no difference yet.
     """
     parameters = dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad)
-    zeros = [p for p in parameters if p.dtype in TOLERANCE and p.numel() and not p.any()]
+    # fake ones, which are only counted, have no values
+    real = (p for p in parameters if p.dtype in TOLERANCE and p.numel() and not isinstance(p, FakeTensor))
+    zeros = [p for p in real if not p.any()]
     try:
         for parameter in zeros:
             parameter.normal_(std=_LIKELY)
