@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import Documents
@@ -170,7 +171,9 @@ class SliceContext:
         assert self.span is not None
         if not self._recomputing:
             return self._forward_call(k, v)
-        with _disable_current_modes():  # selective checkpoints refuse operators that the forward pass did not call
+        # selective checkpoints refuse operators that the forward pass did not call
+        selective = isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode)
+        with _pop_mode_temporarily() if selective else nullcontext():
             return self._recomputed(k, v)
 
     def _forward_call(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
