@@ -36,7 +36,7 @@ KNOWN = (
     Known("numbers of documents are read as ones", "hf.batches", "    if odd.numel():\n", "    if False:\n",
           f"{_BATCHES} -k said"),
     Known("weights of adapters are written as a model's", "hf.folder", "        if any(mark in name for mark in _ADAPTERS):\n",
-          "        if False:\n", "tests/hf/test_weights.py -k adapters"),
+          "        if False:\n", "tests/hf/test_weights.py -k says_what_is_wrong"),
     Known("an adapter is left out of the folder", "hf.folder", "    wanted = set(record[\"adapter\"].values())\n",
           "    wanted = {name for name in record[\"adapter\"].values() if \".layers.1.\" not in name}\n", _LORA),
     Known("a part of an adapter that is missing is not noticed", "hf.folder", "            if name not in parts:\n",
