@@ -98,14 +98,11 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert found["memory_limit_bytes"] == 5e9
 
 
-@pytest.mark.parametrize(
-    ("sizes", "replicas", "expected"),
-    [
-        ((24, 2, None), ["--data-parallel", 4], (2, 3)),
-        ((24, None, None), ["--data-parallel", 4], (6, 1)),
-        ((None, 2, "auto"), [], (2, 2)),  # no cost: as many micro-batches as stages
-    ],
-)
+@pytest.mark.parametrize(("sizes", "replicas", "expected"), [
+    ((24, 2, None), ["--data-parallel", 4], (2, 3)),
+    ((24, None, None), ["--data-parallel", 4], (6, 1)),
+    ((None, 2, "auto"), [], (2, 2)),  # no cost: as many micro-batches as stages
+])  # fmt: skip
 def test_deepspeeds_batch_sizes_are_read(tmp_path, capsys, sizes, replicas, expected):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: size for name, size in zip(names, sizes, strict=True) if size}
@@ -198,37 +195,31 @@ def test_verdicts_follow_the_figures(capsys, model):
             assert ("does not beat" in line) != each["beats_slices"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"train_micro_batch_size_per_gpu": 1', "is no JSON"),
-        ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3"),
-        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size: got 7, must be micro-batch"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ('{"train_micro_batch_size_per_gpu": 1', "is no JSON"),
+    ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3"),
+    ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size: got 7, must be micro-batch"),
+])  # fmt: skip
 def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, message):
     path = written(tmp_path / "bad.json", content)
     assert f"bad.json: {message}" in fails(capsys, "plan", "--ds-config", path, "--model", model, "--stages", 2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("plan", "--model: missing"),
-        ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
-        ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
-        ("plan --model gpt3-13b --stages 1", "p3.16xlarge: memory_gb: got 16, must be at least"),
-        ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
-        ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
-        ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
-        ("plan --measured {model}", "model.json: format: got null"),
-        ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
-        ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
-        ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
-        ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
-        ("simulate --trace {model}/x.json", "--trace: cannot write"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("plan", "--model: missing"),
+    ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
+    ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
+    ("plan --model gpt3-13b --stages 1", "p3.16xlarge: memory_gb: got 16, must be at least"),
+    ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
+    ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
+    ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
+    ("plan --measured {model}", "model.json: format: got null"),
+    ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
+    ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
+    ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
+    ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
+    ("simulate --trace {model}/x.json", "--trace: cannot write"),
+])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, capsys, model, measured, arguments, message):
     cut = written(tmp_path / "cut.json", {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9})
     assert message in fails(capsys, *arguments.format(model=model, measured=measured, cut=cut).split())

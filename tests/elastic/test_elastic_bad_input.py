@@ -64,16 +64,15 @@ MODELS = {
 }
 
 
-def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, str]:
-    """Class and text of what ``initialize``, or so many steps after it, raise."""
+def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, Any]:
+    """Class and text of what ``initialize``, or so many steps after it, raise; or else the steps' losses."""
     try:
         engine = engine_of(case, **options)
-        for micro_batches in data_of(case)[:steps]:
-            engine.train_batch(iter(micro_batches))
+        losses = [float(engine.train_batch(iter(micro_batches))) for micro_batches in data_of(case)[:steps]]
     except Exception as error:
         return type(error).__name__, str(error)
     engine.destroy()
-    return "nothing", ""
+    return "nothing", losses
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
@@ -116,7 +115,8 @@ def test_what_is_wrong_is_one_line_on_every_rank(ranks: Any, name: str) -> None:
 
 
 def test_what_was_refused_leaves_nothing_behind_and_what_is_right_is_not_refused(ranks: Any) -> None:
-    assert all(found[name] == ("nothing", "") for found in ranks for name in ("step", "static"))
+    (_, (loss,)) = ranks[0]["step"]
+    assert ranks[0]["step"] == ranks[1]["step"] and loss > 0 and all(found["static"] == ("nothing", []) for found in ranks)
 
 
 NOW = {

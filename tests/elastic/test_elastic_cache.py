@@ -12,6 +12,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from torch.nn import functional
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.elastic.cache import store
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.settings import CacheSettings
 from tests.elastic.samples import Texts
 from tests.elastic.training import MODELS, Case, data_of, engine_of, reference_on, weights
 from tests.pipeline.models import FrozenBlock
@@ -186,6 +189,16 @@ def test_entries_stay_for_a_run_that_goes_on_after_any_error(tmp_path: Path) -> 
     assert any(path.is_file() for path in left), [end.output for end in exits]
 
 
+def test_the_cache_is_told_of_frozen_weights_that_are_assigned_or_written() -> None:
+    session, layer, levels = CacheSession(CacheSettings(enabled=True)), torch.nn.Linear(2, 2), []
+    session.cache = Mock(begin=lambda level, earlier: levels.append(level))
+    for change, told in ((str, 1), (str, 1), (lambda: setattr(layer.weight, "data", layer.weight + 1), 2), (layer.zero_grad, 2),
+                         (lambda: layer.bias.detach().add_(1), 3)):  # fmt: skip
+        change()
+        session.begin([layer], {})
+        assert len(levels) == len({*levels}) == told
+
+
 PARTS = [b"head", bytes(range(256)) * 8]
 WHOLE = b"".join(PARTS)
 
@@ -239,6 +252,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.settings import CacheSettings
 number, root = int(sys.argv[2]), Path(sys.argv[1])
 tier = Tier(root, "child", 200_000)
 for n in range(300):

@@ -80,15 +80,12 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
 
 
-@pytest.mark.parametrize(
-    ("where", "factors", "micro_batches", "weights", "schedule"),
-    [
-        (None, [1.0] * 4, 2, 1e-2, "zero_bubble"),
-        (None, [1.0] * 4, 2, 0.0, "terapipe"),
-        (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
-        (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),
-    ],
-)
+@pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [
+    (None, [1.0] * 4, 2, 1e-2, "zero_bubble"),
+    (None, [1.0] * 4, 2, 0.0, "terapipe"),
+    (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
+    (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),
+])  # fmt: skip
 def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, factors, micro_batches, weights, schedule):
     cost, search_s = ExampleCost(factors, 1e-3, 1e-3, 1e-4, weights), float(where is not None)
     plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=search_s))
@@ -185,16 +182,13 @@ def test_a_sequence_that_cannot_be_cut_as_measured_is_an_error_of_one_line():
         choose(cost, unknown)
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"seq_length": 1 << 20}, "sequence length: got 1048576, must be within what was measured, 65536 tokens"),
-        ({"schedule": "gpipe"}, 'schedule: got "gpipe", must be "auto" or ' + SCHEDULES),
-        ({"memory": memory(3)}, "memory: got 3 stages, must be the pipeline's 2"),
-        ({"granularity": 0}, "granularity: got 0, must be a positive number of tokens"),
-        ({"min_length": 0}, "min_length: got 0, must be a positive number of tokens"),
-    ],
-)
+@pytest.mark.parametrize(("values", "says"), [
+    ({"seq_length": 1 << 20}, "sequence length: got 1048576, must be within what was measured, 65536 tokens"),
+    ({"schedule": "gpipe"}, 'schedule: got "gpipe", must be "auto" or ' + SCHEDULES),
+    ({"memory": memory(3)}, "memory: got 3 stages, must be the pipeline's 2"),
+    ({"granularity": 0}, "granularity: got 0, must be a positive number of tokens"),
+    ({"min_length": 0}, "min_length: got 0, must be a positive number of tokens"),
+])  # fmt: skip
 def test_requests_that_break_a_rule_are_errors(values, says):
     with pytest.raises(ConfigError, match=says):
         choose(ExampleCost([1.0] * 2), dataclasses.replace(Request(256, 2, 2), **values))
@@ -237,20 +231,17 @@ FOUR = {"places": [0, 0, 1, 1], "boundaries": [0, 1, 2, 3, 4], "forward_only": 1
 PLACES = "placement: got .*, must be the places of 4 stages"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda d: json.dumps(d)[:-30], "is no JSON .*must be a plan and whole"),
-        (lambda d: d.update(format="x"), 'format: got "x", must be "ds_terapipe plan 1"'),
-        (lambda d: d.pop("slices"), "slices: missing, must be a list of positive integers"),
-        (lambda d: d.update(slices=[256, 255]), "slices: got .*add up to seq_length, 512, not 511"),
-        (lambda d: d["memory_bytes"][2].update(messages=-1), r"memory_bytes\[2\]\.messages: got -1"),
-        (lambda d: d["options"][0].update(slices=[1]), r"options\[0\]\.slices: got \[1\], must be lengths"),
-        (lambda d: d.update(placement={**FOUR, "places": [0] * 3}), PLACES),
-        (lambda d: d.update(placement={**FOUR, "boundaries": [0, 1, 1, 3, 4]}), PLACES),
-        (lambda d: d.update(placement={**FOUR, "forward_only": None}), PLACES),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda d: json.dumps(d)[:-30], "is no JSON .*must be a plan and whole"),
+    (lambda d: d.update(format="x"), 'format: got "x", must be "ds_terapipe plan 1"'),
+    (lambda d: d.pop("slices"), "slices: missing, must be a list of positive integers"),
+    (lambda d: d.update(slices=[256, 255]), "slices: got .*add up to seq_length, 512, not 511"),
+    (lambda d: d["memory_bytes"][2].update(messages=-1), r"memory_bytes\[2\]\.messages: got -1"),
+    (lambda d: d["options"][0].update(slices=[1]), r"options\[0\]\.slices: got \[1\], must be lengths"),
+    (lambda d: d.update(placement={**FOUR, "places": [0] * 3}), PLACES),
+    (lambda d: d.update(placement={**FOUR, "boundaries": [0, 1, 1, 3, 4]}), PLACES),
+    (lambda d: d.update(placement={**FOUR, "forward_only": None}), PLACES),
+])  # fmt: skip
 def test_a_broken_plan_is_one_line_with_file_and_field(plan, tmp_path, change, says):
     path, data = tmp_path / "plan.json", plan.to_dict()
     other = change(data)

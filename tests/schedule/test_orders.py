@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from unittest import mock
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
@@ -19,6 +20,7 @@ from ds_terapipe.schedule import (
     Unit,
     covered_slices,
     forward_only,
+    hardware_queue,
     order,
     peak_live_units,
     register,
@@ -124,6 +126,8 @@ def test_every_order_is_valid_on_every_placement(name, placement, slices):
         validate(grid, slices, kind, placement)
         lowered = with_messages(grid, placement)
         validate(lowered, slices, kind, placement)
+        with mock.patch.multiple(hardware_queue, SENT_KEPT=0, EVAL_SENT_KEPT=0):  # pacing is why, not the room for messages
+            assert not hardware_queue.queue_deadlock(lowered)
         for stage in range(len(placement.stages)):
             back = [a for a in grid[placement.place_of(stage)] if a.stage == stage and a.op is Op.BACKWARD]
             assert len(back) == sum(slices) * placement.goes_backward(stage) * (kind == name)
@@ -136,7 +140,8 @@ def live_units(row):
 @given(strategies.stages, strategies.slices)
 def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_batches(stages, slices):
     grid = order("1f1b", stages, slices)
-    peaks = [max(live_units(row)) for row in grid]
+    peaks = peak_live_units("1f1b", stages, slices)
+    assert peaks == [max(live_units(row)) for row in grid]
     assert peaks == [min(sum(slices), stages - stage + max(slices) - 1) for stage in range(stages)]
     for row in grid:  # and last in first out over slices
         backward = [action.unit for action in row if action.op is Op.BACKWARD]
@@ -147,7 +152,7 @@ def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_bat
 def test_terapipe_goes_backward_in_exact_reverse_and_holds_the_batch(stages, slices):
     for row in order("terapipe", stages, slices):
         units = [action.unit for action in row]
-        assert units == units[::-1] and max(live_units(row)) == sum(slices)
+        assert units == units[::-1] and max(live_units(row)) == sum(slices) == peak_live_units("terapipe", stages, slices)[0]
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (4, 2), (8, 8)])

@@ -111,9 +111,8 @@ class CacheSession:
                 self._tiers(), self._settings.dtype == "bf16", self._device, self._agree, self._say
             )
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
-        known = tuple(
-            (id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors
-        )  # `.data = ...` has no version
+        # an assignment to `.data` leaves the version as it is
+        known = tuple((tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors)
         if known != self._known:  # other layers, or their weights were modified
             self._known = known
             self.levels = [count for count in self.levels if count < len(layers)]
