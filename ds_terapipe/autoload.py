@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from .names import KEYS, TYPES
+from .names import KEYS, LOADING, QUEUES, TYPES
 from .trainers import cover_plugin
 
 SWITCH = "DS_TERAPIPE_AUTOLOAD"
@@ -58,7 +58,8 @@ def _cover(module: ModuleType | None) -> None:
     if hasattr(vars(module).get("initialize"), "ds_terapipe_original"):
         return
     plain = type(module)
-    _say_waits()
+    if _is_asked_for():
+        _prepare()
 
     def uncover(covered: ModuleType) -> None:
         covered.__class__ = plain
@@ -85,16 +86,22 @@ def _cover(module: ModuleType | None) -> None:
     module.__class__ = type(plain.__name__, (plain,), {"initialize": property(read, write, delete)})
 
 
-def _say_waits() -> None:
-    """Report waits for compilations if the command line has a configuration with our keys: they may precede its use."""
+def _is_asked_for() -> bool:
+    """Whether the command line has a configuration with our keys."""
     options = ("--deepspeed_config", "--deepscale_config")
     after = dict(zip(sys.argv, [*sys.argv[1:], ""], strict=False))
     given = [after.get(option) for option in options]
     given += [word.partition("=")[2] for word in sys.argv if word.partition("=")[0] in options]
-    if any(_names_us(value) for value in given):
-        from .build_locks import say_waits
+    return any(_names_us(value) for value in given)
 
-        say_waits()
+
+def _prepare() -> None:
+    """Do what cannot wait for ``deepspeed.initialize``."""
+    from .build_locks import say_waits
+
+    say_waits()  # for compilations, which may precede it
+    if os.environ.get(QUEUES) == "1":  # see refusals.check_hardware_queue; CUDA reads it as it starts
+        os.environ.setdefault(LOADING, "EAGER")
 
 
 def guard(original: Callable[..., Any], reason: Exception) -> Callable[..., Any]:

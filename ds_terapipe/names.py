@@ -19,7 +19,10 @@ PLACED_STATE = "ds_terapipe_places"
 
 UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
 """Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""
+
+# In the environment.
 SAME_LOSS = "DS_TERAPIPE_SAME_LOSS"
+QUEUES, LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
 
 
 def is_on(config: Mapping[str, Any], key: str) -> bool:

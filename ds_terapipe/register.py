@@ -288,6 +288,7 @@ def _checked(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     refusals.check_config({**config, TOKEN_PIPELINE: settings[TOKEN_PIPELINE].model_dump()}, beside)
     refusals.check_keys(config, given)
     refusals.check_model(model, refusals.cuts(settings[TOKEN_PIPELINE].slices), beside)
+    refusals.check_hardware_queue(model)
     refusals.advise(config, model, cut=is_on(config, TOKEN_PIPELINE))
     return settings
 

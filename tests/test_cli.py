@@ -45,23 +45,20 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
     assert files == sorted(files) and all(path.suffix == ".py" for path in files)
 
 
-@pytest.mark.parametrize(
-    ("given", "prefix", "message", "arguments"),
-    [
-        ("missing.txt", "out/x", "missing.txt, which does not exist, use a text file", ()),
-        ("blank.txt", "old", "none of 1 files has text in it", ()),
-        ("text.txt", "text.txt/corpus", "--output-prefix: cannot write", ()),
-        ("/proc/self/mem", "old", "--input: cannot read /proc/self/mem (Input/output error)", ()),
-        ("broken.jsonl", "old", "broken.jsonl:4 (Unterminated string", ()),
-        ("lines.jsonl", "old", "lines.jsonl:2, another value", ()),
-        ("keys.jsonl", "old", "--json-keys: got body, no key of {}/keys.jsonl:1, must be", ("--json-keys", "body")),
-        ("keys.jsonl", "old", "--json-keys: got text, no text of {}/keys.jsonl:2, must be", ()),
-        ("half.jsonl", "old", "half.jsonl:1, half a surrogate pair in text", ()),
-        ("text.txt", "old", "--tokenizer: got {}/text.txt (", ("--tokenizer", "{}/text.txt")),
-        ("text.txt", "old", "--workers: got 0, must be a positive number", ("--workers", 0)),
-        ("text.txt", "old", "--append-eod: got it beside", ("--append-eod", "--split-sentences")),
-    ],
-)
+@pytest.mark.parametrize(("given", "prefix", "message", "arguments"), [
+    ("missing.txt", "out/x", "missing.txt, which does not exist, use a text file", ()),
+    ("blank.txt", "old", "none of 1 files has text in it", ()),
+    ("text.txt", "text.txt/corpus", "--output-prefix: cannot write", ()),
+    ("/proc/self/mem", "old", "--input: cannot read /proc/self/mem (Input/output error)", ()),
+    ("broken.jsonl", "old", "broken.jsonl:4 (Unterminated string", ()),
+    ("lines.jsonl", "old", "lines.jsonl:2, another value", ()),
+    ("keys.jsonl", "old", "--json-keys: got body, no key of {}/keys.jsonl:1, must be", ("--json-keys", "body")),
+    ("keys.jsonl", "old", "--json-keys: got text, no text of {}/keys.jsonl:2, must be", ()),
+    ("half.jsonl", "old", "half.jsonl:1, half a surrogate pair in text", ()),
+    ("text.txt", "old", "--tokenizer: got {}/text.txt (", ("--tokenizer", "{}/text.txt")),
+    ("text.txt", "old", "--workers: got 0, must be a positive number", ("--workers", 0)),
+    ("text.txt", "old", "--append-eod: got it beside", ("--append-eod", "--split-sentences")),
+])  # fmt: skip
 def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, given, prefix, message, arguments):
     monkeypatch.setattr(texts, "PIECE", 20)
     for name, content in {

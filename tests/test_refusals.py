@@ -295,15 +295,12 @@ GAINS = "one pipeline stage, slices gain nothing"
 DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothing is planned with one pipeline stage"
 
 
-@pytest.mark.parametrize(
-    ("stages", "config", "lines"),
-    [
-        (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]),
-        (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
-        (2, {"token_pipeline": AUTO_ALONE}, []),
-        (2, {"gradient_clipping": None}, ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over"]),
-    ],
-)
+@pytest.mark.parametrize(("stages", "config", "lines"), [
+    (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]),
+    (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
+    (2, {"token_pipeline": AUTO_ALONE}, []),
+    (2, {"gradient_clipping": None}, ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over"]),
+])  # fmt: skip
 def test_what_gains_nothing_or_differs_is_said_once(caplog, stages, config, lines):
     caplog.set_level(logging.INFO)
     given_keys = {name: value for name, value in {"gradient_clipping": 0.0, **config}.items() if value is not None}

@@ -14,10 +14,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from deepspeed import accelerator
 from deepspeed.runtime import config, constants
 
-from ds_terapipe import autoload, trainers
+from ds_terapipe import autoload, refusals, trainers
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.names import LOADING, QUEUES
 from ds_terapipe.register import wrap
 
 from .spawn import run_script
@@ -300,6 +302,30 @@ def test_load_never_raises(module, monkeypatch):
     monkeypatch.setattr(autoload, "_cover", broken)
     autoload.load()
     assert sys.meta_path[0].find_spec("deepspeed.ops") is None
+
+
+def test_with_one_hardware_queue_kernels_are_loaded_at_the_start_or_the_launch_is_refused(module, monkeypatch, tmp_path):
+    (tmp_path / "ours.json").write_text('{"token_pipeline": {}}')
+    (tmp_path / "other.json").write_text("{}")
+    # the configuration, the queues, the setting and what becomes of it
+    cases = [("ours", "1", None, "EAGER"), ("ours", "1", "LAZY", "LAZY"), ("ours", "8", None, None), ("other", "1", None, None)]
+    for name, queues, given, wanted in cases:
+        monkeypatch.setattr(sys, "argv", ["train.py", "--deepspeed_config", str(tmp_path / f"{name}.json")])
+        monkeypatch.setenv(QUEUES, queues)
+        monkeypatch.setenv(LOADING, given or "")
+        if given is None:
+            monkeypatch.delenv(LOADING)
+        module.__class__ = ModuleType
+        autoload.load()
+        assert os.environ.get(LOADING) == wanted, (name, queues, given)
+    monkeypatch.setattr(accelerator, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setenv(QUEUES, "1")
+    one, two = (SimpleNamespace(num_pipeline_stages=lambda n=n: n) for n in (1, 2))
+    refusals.check_hardware_queue(one)
+    with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: got 1, .*, use CUDA_MODULE_LOADING=EAGER beside it$"):
+        refusals.check_hardware_queue(two)
+    monkeypatch.setenv(LOADING, "EAGER")
+    refusals.check_hardware_queue(two)
 
 
 @pytest.mark.parametrize("right", ["token_pipeline", "elastic_pipeline"])

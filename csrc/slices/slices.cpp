@@ -1,15 +1,22 @@
 // Linear layers and attention of slices in PyTorch's C++ autograd: the same calls of ATen as in ds_terapipe/pipeline/operators
 // (deferred.py, attention.py, buffers.py), which run where this is not compiled, without Python between them. On small layers, and
 // on fast devices, that Python takes longer than the kernels.
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
 #include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
+#include <ATen/ops/logaddexp.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -221,7 +228,7 @@ struct AttentionCall : torch::CustomClassHolder {
   double dropout;
   optional<double> scale;
   optional<int64_t> left;  // columns before its own that a row sees
-  bool on_cuda;
+  bool on_cuda, by_cudnn;
 };
 
 Tensor rows_first(const Tensor& tensor) { return tensor.transpose(1, 2); }
@@ -232,13 +239,56 @@ Tensor folded(const Tensor& tensor, int64_t kv_heads) {
   return tensor.reshape({tensor.size(0), kv_heads, tensor.size(1) / kv_heads * tensor.size(2), tensor.size(3)});
 }
 
-// The attention of a slice [b, heads, slice, d] over all keys so far, by FlashAttention-2 on CUDA, by its like on a CPU.
+// cuDNN's attention over the keys before the rows and, causal, over their own; see cudnn_attention.py.
+class Cudnn {
+ public:
+  // Returns the output, its log-sum-exp, and seed and offset of a dropout that draws nothing.
+  static variable_list forward(const Tensor& q, const Tensor& k, const Tensor& v, optional<double> scale) {
+    const int64_t rows = q.size(2), before = k.size(2) - rows;
+    variable_list own = attend(q, k.narrow(2, before, rows), v.narrow(2, before, rows), true, scale);
+    if (!before) return own;
+    const variable_list earlier = attend(q, k.narrow(2, 0, before), v.narrow(2, 0, before), false, scale);
+    const Tensor weight = at::sigmoid(own[1] - earlier[1]).reshape({q.size(0), q.size(1), rows, 1});
+    at::addcmul_out(own[0], at::addcmul(earlier[0], earlier[0], weight, -1.0), own[0], weight);
+    own[1] = at::logaddexp(own[1], earlier[1]);
+    return own;
+  }
+
+  // Returns the gradients of q, k and v from q and what forward returned.
+  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& gradient, const variable_list& saved, const Tensor& k, const Tensor& v,
+                                                     optional<double> scale) {
+    const int64_t rows = gradient.size(2), before = k.size(2) - rows;
+    const auto own = gradients(gradient, saved, k.narrow(2, before, rows), v.narrow(2, before, rows), true, scale);
+    if (!before) return own;
+    const auto [dq, dk, dv] = gradients(gradient, saved, k.narrow(2, 0, before), v.narrow(2, 0, before), false, scale);
+    return {std::get<0>(own).add_(dq), at::cat({dk, std::get<1>(own)}, 2), at::cat({dv, std::get<2>(own)}, 2)};
+  }
+
+ private:
+  static variable_list attend(const Tensor& q, const Tensor& k, const Tensor& v, bool is_causal, optional<double> scale) {
+    const auto made = at::_scaled_dot_product_cudnn_attention(q, k, v, {}, true, 0.0, is_causal, false, scale);
+    return {std::get<0>(made), std::get<1>(made), std::get<6>(made), std::get<7>(made)};
+  }
+
+  static std::tuple<Tensor, Tensor, Tensor> gradients(const Tensor& gradient, const variable_list& saved, const Tensor& k, const Tensor& v,
+                                                      bool is_causal, optional<double> scale) {
+    return at::_scaled_dot_product_cudnn_attention_backward(gradient, saved[0], k, v, saved[1], saved[2], saved[3], saved[4], {}, {}, {},
+                                                            gradient.size(2), k.size(2), 0.0, is_causal, scale);
+  }
+};
+
+// The attention of a slice [b, heads, slice, d] over all keys so far, by cuDNN or FlashAttention-2 on CUDA, by its like on a CPU.
 class SliceAttention : public Function<SliceAttention> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                         const c10::intrusive_ptr<AttentionCall>& call) {
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
     const auto [keys, values] = written(*call, k, v);
+    if (call->by_cudnn) {
+      const variable_list made = Cudnn::forward(q, keys, values, call->scale);
+      ctx->save_for_backward({q, made[0], made[1], made[2], made[3]});
+      return made[0];
+    }
     if (call->on_cuda) {
       const Tensor query = rows_first(q), key = rows_first(keys);
       const auto [out, sums, seed, offset, debug] =
@@ -265,7 +315,9 @@ class SliceAttention : public Function<SliceAttention> {
     const auto [keys, values] = seen(*call);
     const Tensor& query = saved[0];
     Tensor dq, dk, dv;
-    if (call->on_cuda) {
+    if (call->by_cudnn) {
+      std::tie(dq, dk, dv) = Cudnn::backward(of_output, saved, keys, values, call->scale);
+    } else if (call->on_cuda) {
       const Tensor key = rows_first(keys);
       std::tie(dq, dk, dv) = at::_flash_attention_backward(rows_first(of_output), query, key, rows_first(values), saved[1], saved[2], {}, {},
                                                            query.size(1), key.size(1), call->dropout, true, saved[3], saved[4], call->scale,
@@ -296,11 +348,13 @@ class SliceAttention : public Function<SliceAttention> {
 
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
                  const std::shared_ptr<KeyGradients>& gradients, int64_t start, int64_t stop, int64_t first, const optional<Tensor>& bias,
-                 double dropout, optional<double> scale, optional<int64_t> left) {
+                 double dropout, optional<double> scale, optional<int64_t> left,
+                 bool by_cudnn) {
   auto call = c10::make_intrusive<AttentionCall>();
   call->keys = keys, call->values = values, call->gradients = gradients;
   call->start = start, call->stop = stop, call->first = first;
-  call->bias = bias, call->dropout = dropout, call->scale = scale, call->left = left, call->on_cuda = q.is_cuda();
+  call->bias = bias, call->dropout = dropout, call->scale = scale, call->left = left;
+  call->on_cuda = q.is_cuda(), call->by_cudnn = by_cudnn;
   return SliceAttention::apply(q, k, v, call);
 }
 

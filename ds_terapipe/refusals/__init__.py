@@ -6,7 +6,7 @@ finds is raised by all (`Job.together`).
 
 from __future__ import annotations
 
-from ds_terapipe.refusals.configuration import LAMB_RULES, check_checkpointing, check_config, cuts
+from ds_terapipe.refusals.configuration import LAMB_RULES, check_checkpointing, check_config, check_hardware_queue, cuts
 from ds_terapipe.refusals.deepspeed_keys import check_keys
 from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
 from ds_terapipe.refusals.ranks import advise, turn_off_partitioning
@@ -16,6 +16,7 @@ __all__ = [
     "advise",
     "check_checkpointing",
     "check_config",
+    "check_hardware_queue",
     "check_keys",
     "check_model",
     "check_model_class",

@@ -6,11 +6,13 @@ runtime/tensor_parallel/config.py, runtime/data_pipeline/config.py, compile/conf
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import bad_value
+from ds_terapipe.names import LOADING, QUEUES
 from ds_terapipe.rules import Rule, above, at, autocasts_to_fp16, check, is_true, offloads
 
 _TIMERS = "false beside {beside} (DeepSpeed's pipeline engine starts its timers twice and fails)"
@@ -106,3 +108,27 @@ def check_checkpointing(slices: Any) -> None:
 
     if checkpointing.CONTIGUOUS_CHECKPOINTING and cuts(slices):
         raise bad_value("deepspeed.checkpointing.configure: contiguous_checkpointing", True, _CONTIGUOUS, _UNCUT)
+
+
+def check_hardware_queue(model: Any) -> None:
+    """Refuse one hardware queue beside kernels that CUDA loads at their first use.
+
+    Such a load waits for the device (CUDA Programming Guide, "Lazy Loading", hazards). Behind a receive on the only
+    queue it holds the host, and with it the message that the receive's sender waits for.
+
+    Raises:
+        ConfigError: naming the variable and the way out.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    lazy = os.environ.get(LOADING, "").upper() != "EAGER"
+    if (
+        model.num_pipeline_stages() > 1
+        and lazy
+        and os.environ.get(QUEUES) == "1"
+        and get_accelerator().device_name() == "cuda"
+    ):
+        rule = (
+            "unset, or above 1, while CUDA loads kernels at their first use (behind a receive that may wait for ever)"
+        )
+        raise bad_value(QUEUES, 1, rule, f"{LOADING}=EAGER beside it")

@@ -31,12 +31,9 @@ from tests.benchmarks.measure import Lines, spread
 from tests.benchmarks.models import decay_groups
 
 TITLES = {
-    "pipeline": "DeepSpeed, pipeline of two stages",
-    "replicas": "DeepSpeed, data parallel",
-    "freeze": "ours, freezing alone",
-    "reshape": "ours, with the reshape",
-    "cache": "ours with cache",
-}
+    "pipeline": "DeepSpeed, pipeline of two stages", "replicas": "DeepSpeed, data parallel",
+    "freeze": "ours, freezing alone", "reshape": "ours, with the reshape", "cache": "ours with cache",
+}  # fmt: skip
 PLACES, WARMUP = 2, 0.1
 COLUMNS = tuple(TITLES)
 OURS = COLUMNS[2:]

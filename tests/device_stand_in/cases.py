@@ -74,12 +74,9 @@ def memory() -> dict[str, int]:
     before = runtime.counts().allocations
     held = [torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{device}") for device in (2, 2, 3)]
     counters = {
-        "allocated": torch.cuda.memory_allocated(2),
-        "reserved": torch.cuda.memory_reserved(2),
-        "used": runtime.used(2),
-        "other": runtime.used(3),
-        "blocks": runtime.counts().allocations - before,
-    }
+        "allocated": torch.cuda.memory_allocated(2), "reserved": torch.cuda.memory_reserved(2), "used": runtime.used(2),
+        "other": runtime.used(3), "blocks": runtime.counts().allocations - before,
+    }  # fmt: skip
     held.clear()
     torch.cuda.empty_cache()
     counters["left"] = runtime.used(2) + runtime.used(3)

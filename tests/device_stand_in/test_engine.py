@@ -34,7 +34,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "interleaved": {"stages_per_place": 2},
 }
 TIMEOUT_S = 15.0
-ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 class TwoStreams(nn.Module):

@@ -185,13 +185,10 @@ def test_the_command_prints_the_text_or_writes_the_picture_or_json(run: Path, ca
     two = "1 stage x 2 replicas (2 micro-batches of 1)"
     assert printed().splitlines() == [
         "steps 0 to 19, 18.0 s: 2 stages x 1 replica (4 micro-batches of 1), 0 of 11 layers frozen",
-        "  stage 0: layers 0 to 4 on process 0",
-        "  stage 1: layers 5 to 10 on process 1",
-        f"steps 20 to 39, 29.5 s: {two}, 5 of 11 layers frozen, after a change of 2.00 s",
-        whole,
-        f"steps 40 to 59, 10.0 s: {two}, 7 of 11 layers frozen, after a change of 0.50 s",
-        whole,
-    ]
+        "  stage 0: layers 0 to 4 on process 0", "  stage 1: layers 5 to 10 on process 1",
+        f"steps 20 to 39, 29.5 s: {two}, 5 of 11 layers frozen, after a change of 2.00 s", whole,
+        f"steps 40 to 59, 10.0 s: {two}, 7 of 11 layers frozen, after a change of 0.50 s", whole,
+    ]  # fmt: skip
     assert printed("--output", str(picture)) == f"written to {picture}\n" and picture.read_text() == shapes_svg(periods)
     # changes 20 pixels apart: their steps have room beside each other, their seconds have not
     marks = re.findall('fill="#4b5563" text-anchor="middle">([^<]*)<', shapes_svg(periods, width=160))

@@ -177,13 +177,10 @@ WARMUP = {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 20, 
 FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 2}
 _BF16, _ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "ZeRO-1": _ZERO_1,
-    "bf16": _BF16,
-    "bf16 ZeRO-1": {**_BF16, **_ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}},
-    "fp16": {"fp16": FP16},
+    "fp32": {}, "ZeRO-1": _ZERO_1, "bf16": _BF16,
+    "bf16 ZeRO-1": {**_BF16, **_ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}}, "fp16": {"fp16": FP16},
     "fp16 ZeRO-1": {"fp16": FP16, **_ZERO_1},
-}
+}  # fmt: skip
 
 
 def prefixes(specs: Sequence[Any], frozen: int) -> tuple[str, ...]:
@@ -232,13 +229,9 @@ def engine_of(case: Case, **more: Any) -> Any:
     replicas = torch.distributed.get_world_size() // case.stages
     options = {
         "token_pipeline": None if case.slices is None else {"slices": case.slices},
-        "micro_batches": case.batch // (case.size * replicas),
-        "batch": case.size,
-        "stages": case.stages,
-        "clip": case.clip,
-        "optimizer": OPTIMIZERS[case.optimizer][0],
-        "instance": case.optimizer == "instance",
-    }
+        "micro_batches": case.batch // (case.size * replicas), "batch": case.size, "stages": case.stages,
+        "clip": case.clip, "optimizer": OPTIMIZERS[case.optimizer][0], "instance": case.optimizer == "instance",
+    }  # fmt: skip
     return build_engine(more.pop("specs", None) or make(), loss_fn, config=config, **{**options, **more})
 
 

@@ -136,18 +136,15 @@ PLAIN = ["StableLmConfig", "Starcoder2Config", "SmolLM3Config", "PhiConfig", "Ol
 PASS = dict.fromkeys(PLAIN, SIZES) | dict.fromkeys(("GemmaConfig", "HeliumConfig"), SIZES | {"head_dim": 8})
 DIFFERS = "whose own forward does more than its layers do"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS),
-    "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
-    "Cohere2Config": (SIZES, DIFFERS),
-    "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
-    "OPTConfig": (TWO | {"ffn_dim": 48}, "without a list of layers"),
-    "MixtralConfig": (SIZES, "mixture"),
+    "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS), "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
+    "Cohere2Config": (SIZES, DIFFERS), "Gemma3nTextConfig": ({}, "with Gemma3nRMSNorm and"),
+    "OPTConfig": (TWO | {"ffn_dim": 48}, "without a list of layers"), "MixtralConfig": (SIZES, "mixture"),
     "Lfm2Config": (SIZES | {"layer_types": ["conv", "full_attention"]}, "whose layers do not run one after the other"),
     "FalconConfig": (TWO, "AttentionInterface"),
     "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
     "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
     "BertConfig": (TWO, "with BertEmbeddings and BertEncoder"),
-}
+}  # fmt: skip
 
 
 def check(model: Any) -> None:

@@ -73,26 +73,22 @@ STILL, MOVED = {**SETTINGS, **elastic(3)}, {**SETTINGS, **elastic(3, [2, 1])}
 EVALUATED, THREE_AND_ONE = shlex.split("--eval-interval 3 --eval-iters 2"), ["--stage-layers", "3,1"]
 # configuration, arguments; in this order, as some go on from what others have saved
 RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "whole": (SETTINGS, [*GPT, *EVALUATED]),
-    "stopped": (SETTINGS, [*GPT, *saved("saved", 3)]),
+    "whole": (SETTINGS, [*GPT, *EVALUATED]), "stopped": (SETTINGS, [*GPT, *saved("saved", 3)]),
     "resumed": (SETTINGS, [*GPT, "--load", "saved"]),
     "longer": (SETTINGS, [*GPT, "--load", "saved", "--train-iters", "8", "--exit-interval", "4"]),
     "uneven, stopped": ({**SETTINGS, **SLICED}, [*GPT, *THREE_AND_ONE, *saved("uneven", 3)]),
     "uneven, resumed": ({**SETTINGS, **SLICED}, [*GPT, *THREE_AND_ONE, "--load", "uneven"]),
     "even after uneven": (SETTINGS, [*GPT, "--load", "uneven"]),
-    "one step": ({**SETTINGS, **SLICED}, [*GPT, *saved("one", 1)]),
-    "broken": (SETTINGS, [*GPT, "--load", "broken"]),
+    "one step": ({**SETTINGS, **SLICED}, [*GPT, *saved("one", 1)]), "broken": (SETTINGS, [*GPT, "--load", "broken"]),
     "missing": (SETTINGS, [*GPT, "--load", "nowhere", "--save", "one"]),
     "another": (SETTINGS, [*GPT, "--load", "one", "--hidden-size", "64"]),
     "flipped": ({**SETTINGS, **SLICED}, [*GPT, "--load", "one"]),
     "unwritable": (SETTINGS, [*GPT, "--save", "file/folder"]),
-    "new": (SETTINGS, [*GPT, "--load", "new", "--save", "new", "--exit-interval", "1"]),
-    "still": (STILL, UNTIED),
+    "new": (SETTINGS, [*GPT, "--load", "new", "--save", "new", "--exit-interval", "1"]), "still": (STILL, UNTIED),
     "moved": (MOVED, [*UNTIED, *EVALUATED]),
     "moved, sliced, wide": ({**MOVED, **SLICED, **WIDE}, [*UNTIED, "--log-interval", "2"]),
-    "moved, stopped": (MOVED, [*UNTIED, *saved("moved", 3)]),
-    "moved, resumed": (MOVED, [*UNTIED, "--load", "moved"]),
-}
+    "moved, stopped": (MOVED, [*UNTIED, *saved("moved", 3)]), "moved, resumed": (MOVED, [*UNTIED, "--load", "moved"]),
+}  # fmt: skip
 for model, settings, words in (("bert", LAMB, BERT), ("vit", ADAMW, VIT)):
     RUNS[f"{model} whole"] = (settings, [*words, *EVALUATED])
     RUNS[f"{model} still"] = ({**settings, **elastic(2)}, words)

@@ -22,14 +22,9 @@ def run_tests(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) 
     paths = [str(ROOT / "tests" / "mutation" / "hook"), str(ROOT)]
     settings = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
-        cwd=ROOT,
-        env=settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments], cwd=ROOT, env=settings,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         text, _ = process.communicate(timeout=limit_s)
         return process.returncode, text

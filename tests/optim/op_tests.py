@@ -51,13 +51,11 @@ class OpTests:
     @pytest.mark.parametrize("adapt", [0, ADAPT])
     def test_every_flag_with_every_setting(self, op: Any, adapt: int, correct: int, eps_inside: int) -> None:
         rules = [
-            Rule(),
-            Rule(lr=0.003, beta1=0.5, beta2=0.0, beta3=1.0, eps=1e-3, weight_decay=0.0, step=1),
+            Rule(), Rule(lr=0.003, beta1=0.5, beta2=0.0, beta3=1.0, eps=1e-3, weight_decay=0.0, step=1),
             Rule(min_coeff=1e-4, max_coeff=5e-3, beta2=0.99999, step=200),
-            Rule(min_weight_norm=2.0, max_weight_norm=3.0, beta1=0.0, beta3=1.0),
-            Rule(min_coeff=50.0),
+            Rule(min_weight_norm=2.0, max_weight_norm=3.0, beta1=0.0, beta3=1.0), Rule(min_coeff=50.0),
             Rule(min_weight_norm=600.0),
-        ]
+        ]  # fmt: skip
         rules = [rule._replace(flags=float(adapt | correct | eps_inside)) for rule in rules]
         case = self.case([Run(400 + i, i, rule=i) for i in range(len(rules))], rules)
         step_and_compare(op, case)

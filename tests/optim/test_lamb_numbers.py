@@ -24,16 +24,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paper": ({}, {}),
     "deepspeed": ({"mode": "deepspeed"}, {"flags": ADAPT | CORRECT_STEP, "min_coeff": 0.01, "max_coeff": 10.0}),
     "deepspeed tight": ({"mode": "deepspeed", **TIGHT}, {"flags": ADAPT | CORRECT_STEP, **TIGHT}),
-    "nvlamb": ({"mode": "nvlamb", "weight_decay": 0.0}, {"weight_decay": 0.0}),
-    "apex": ({"mode": "apex"}, {}),
+    "nvlamb": ({"mode": "nvlamb", "weight_decay": 0.0}, {"weight_decay": 0.0}), "apex": ({"mode": "apex"}, {}),
     "apex without decay": ({"mode": "apex", "weight_decay": 0.0}, {"weight_decay": 0.0, "flags": CORRECT_MOMENTS}),
     "excluded": ({"exclude": "bias_norm"}, {"excludes": True}),
     "phi": ({"weight_norm_clip": (0.1, 0.5)}, {"min_weight_norm": 0.1, "max_weight_norm": 0.5}),
     "eps inside": ({"eps_inside_sqrt": True}, {"flags": ADAPT | CORRECT_MOMENTS | EPS_INSIDE_SQRT}),
-    "no averaging": ({"grad_averaging": False}, {"beta3": 1.0}),
-    "unchecked": ({"check_gradients": False}, {}),
+    "no averaging": ({"grad_averaging": False}, {"beta3": 1.0}), "unchecked": ({"check_gradients": False}, {}),
     "no correction": ({"bias_correction": False}, {"flags": ADAPT}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VARIANTS)

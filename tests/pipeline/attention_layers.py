@@ -199,20 +199,16 @@ def deepspeeds(interval: int, reentrant: bool) -> dict[str, Any]:
 WAYS: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "from-imported": (Attention, {}),
     "two key heads for four, own scale": (way(partial(attend, scale=0.3, enable_gqa=True), kv_heads=2), {}),
-    "without a flag for one token": (way(without_flag), {}),
-    "two calls": (way(partial(twice, attend)), {}),
+    "without a flag for one token": (way(without_flag), {}), "two calls": (way(partial(twice, attend)), {}),
     "two checkpoints": (way(partial(twice, INNER)), {}),
     "checkpoints over the same keys, reentrant": (way(lambda q, k, v: REENTRANT(REENTRANT(q, k, v) + q, k, v)), {}),
-    "a selective checkpoint": (way(partial(INNER, context_fn=SELECTIVE)), {}),
-    "TorchScript": (way(scripted), {}),
-    "nn.MultiheadAttention": (MultiheadAttention, {}),
-    "nn.TransformerEncoderLayer": (EncoderLayer, {}),
-    "megatron-core": (CoreLayer, {}),
-    "Megatron-DeepSpeed": (MegatronLayer, {}),
+    "a selective checkpoint": (way(partial(INNER, context_fn=SELECTIVE)), {}), "TorchScript": (way(scripted), {}),
+    "nn.MultiheadAttention": (MultiheadAttention, {}), "nn.TransformerEncoderLayer": (EncoderLayer, {}),
+    "megatron-core": (CoreLayer, {}), "Megatron-DeepSpeed": (MegatronLayer, {}),
     "DeepSpeed's checkpoints": (Attention, deepspeeds(1, True)),
     "two checkpoints in DeepSpeed's": (way(partial(twice, INNER)), deepspeeds(1, False)),
     "two checkpoints in DeepSpeed's, reentrant": (way(partial(twice, INNER)), deepspeeds(2, True)),
-}
+}  # fmt: skip
 
 
 def seen_by(documents: Documents, cut: Any) -> Tensor:

@@ -108,12 +108,9 @@ def gpt(blocks: int = 4) -> list[Any]:
 def tied_gpt(blocks: int = 4, tokens: type[Tokens] = Tokens) -> list[Any]:
     """GPT whose output projection is its token embedding."""
     return [
-        TiedLayerSpec("tokens", tokens),
-        LayerSpec(Positions),
-        *(LayerSpec(Block) for _ in range(blocks)),
-        LayerSpec(nn.LayerNorm, HIDDEN),
-        TiedLayerSpec("tokens", tokens, forward_fn=tied_logits),
-    ]
+        TiedLayerSpec("tokens", tokens), LayerSpec(Positions), *(LayerSpec(Block) for _ in range(blocks)),
+        LayerSpec(nn.LayerNorm, HIDDEN), TiedLayerSpec("tokens", tokens, forward_fn=tied_logits),
+    ]  # fmt: skip
 
 
 class WritingEmbedding(Embedding):

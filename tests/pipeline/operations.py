@@ -40,15 +40,10 @@ def _half_a_tensor_file(whole: Any, file: Any, *args: Any, **kwargs: Any) -> Non
 _SAVE = torch.save
 # by name: whose function it is, and what half of it leaves; renames and folders are made at once
 _OPERATIONS: dict[str, tuple[Any, Callable[..., None] | None]] = {
-    "mkdir": (Path, None),
-    "rename": (Path, None),
-    "replace": (Path, None),
-    "write_text": (Path, _half_a_text),
-    "rmtree": (shutil, _half_a_removal),
-    "copy2": (shutil, _half_a_copy),
-    "copytree": (shutil, None),
+    "mkdir": (Path, None), "rename": (Path, None), "replace": (Path, None), "write_text": (Path, _half_a_text),
+    "rmtree": (shutil, _half_a_removal), "copy2": (shutil, _half_a_copy), "copytree": (shutil, None),
     "save": (torch, _half_a_tensor_file),
-}
+}  # fmt: skip
 
 
 @contextmanager

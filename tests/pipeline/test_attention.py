@@ -196,13 +196,11 @@ def test_kernels_read_views_of_one_buffer_and_no_key_before_a_window():
 
 
 MASKS = {
-    "[S, S]": lambda m: m,
-    "[1, 1, S, S]": lambda m: m[None, None],
-    "[b, 1, S, S]": lambda m: m.expand(2, 1, *m.shape),
+    "[S, S]": lambda m: m, "[1, 1, S, S]": lambda m: m[None, None], "[b, 1, S, S]": lambda m: m.expand(2, 1, *m.shape),
     "[b, h, S, S]": lambda m: m.expand(2, 4, *m.shape),
     "cut already": lambda m: lambda span: m[span.start : span.stop, : span.stop],
     "rows cut already": lambda m: lambda span: m[span.start : span.stop],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -66,14 +66,11 @@ def same_numbers(path: str) -> dict[str, Any]:
     train(again, steps[:1])
     again.destroy()
     return {
-        "again": [plan["seq_length"] for plan in plans(again)],
-        "memory": engine._slicer._planner.limit.model.stages,
+        "again": [plan["seq_length"] for plan in plans(again)], "memory": engine._slicer._planner.limit.model.stages,
         "losses": (wanted.losses, found.losses),
-        "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights),
-        "after": after,
-        "waited": sorted({*waited} - {0}),
-        "plan": plans(engine),
-    }
+        "weights": max(float((wanted.weights[n] - found.weights[n]).abs().max()) for n in wanted.weights), "after": after,
+        "waited": sorted({*waited} - {0}), "plan": plans(engine),
+    }  # fmt: skip
 
 
 def given(folder: str) -> dict[str, Any]:

@@ -80,12 +80,9 @@ def changed(at: float) -> Callable[[bytes], bytes]:
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
-    **{f"a bit at {at}": changed(at) for at in (0, 0.5, 1)},
-    "cut": lambda data: data[: len(data) // 2],
-    "another file's": None,
-    "gone": None,
-    "a folder": None,
-}
+    **{f"a bit at {at}": changed(at) for at in (0, 0.5, 1)}, "cut": lambda data: data[: len(data) // 2],
+    "another file's": None, "gone": None, "a folder": None,
+}  # fmt: skip
 
 
 def damaged(good: Path, bad: Path) -> Iterator[tuple[str, str]]:

@@ -26,12 +26,10 @@ from tests.spawn import launched
 SLICED = {"slices": 5}
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2, "warmup_num_steps": 4}}}
 QUESTIONS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "three micro-batches": {"num_micro_batches": 3},
-    "not reduced": {"reduce_output": None, "bcast_loss": False},
-    "logits": {"return_logits": True},
+    "mean": {}, "three micro-batches": {"num_micro_batches": 3},
+    "not reduced": {"reduce_output": None, "bcast_loss": False}, "logits": {"return_logits": True},
     "no loss, logits": {"compute_loss": False, "reduce_output": None, "return_logits": True},
-}
+}  # fmt: skip
 
 
 class Texts(torch.utils.data.Dataset):
@@ -148,13 +146,10 @@ def lines(every: int, steps: int, micro_batches: int) -> list[str]:
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
-        "own": watched(None, f"{folder}/{rank}/own"),
-        "ours": watched(SLICED, f"{folder}/{rank}/ours"),
-        "shapes": changing_shapes(),
-        "numbers": numbers_of_micro_batches(),
-        "new lengths": new_lengths(),
+        "own": watched(None, f"{folder}/{rank}/own"), "ours": watched(SLICED, f"{folder}/{rank}/ours"),
+        "shapes": changing_shapes(), "numbers": numbers_of_micro_batches(), "new lengths": new_lengths(),
         "lines": [lines(2, 4, 2), lines(1, 1, 16)],
-    }
+    }  # fmt: skip
 
 
 ranks = launched(worker, 2, folder=True, timeout=240)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.profiler import ProfilerActivity, profile
 
 from ds_terapipe.pipeline.documents import Documents
+from ds_terapipe.pipeline.operators import cudnn_attention
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.document_attention import CudaVarlen
@@ -34,9 +37,20 @@ def check(dtype, mask=None, scale=None, **shape):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("kv_heads", "d"), [(4, 64), (2, 64), (1, 32), (4, 20)])
-def test_causal_slices(dtype, kv_heads, d):
+def test_causal_slices(dtype, kv_heads, d, monkeypatch):
     check(dtype, kv_heads=kv_heads, d=d)
     check(dtype, kv_heads=kv_heads, d=d, scale=0.07)
+    monkeypatch.setattr(cudnn_attention, "_LEAST_WORK", 0)
+    check(dtype, kv_heads=kv_heads, d=d, scale=0.07)
+
+
+def test_cudnn_runs_where_pytorch_prefers_it(operators, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_LEAST_WORK", 0)
+    q, k, v, grad = (t.cuda() for t in tensors(total=TOTAL, dtype=torch.bfloat16, d=64))
+    wanted = torch._fused_sdp_choice(q, k, v, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
+    with profile(activities=[ProfilerActivity.CPU]) as trace, torch.device("cuda"):
+        sliced(q, k, v, grad, LENGTHS)
+    assert any("cudnn_attention" in event.key for event in trace.key_averages()) == wanted
 
 
 @pytest.mark.parametrize(("dtype", "window"), [(torch.bfloat16, None), (torch.bfloat16, 30), (torch.float32, None)])
@@ -90,7 +104,7 @@ def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
     # so many rows that flash does not split keys, whose parts it would keep in fp32
-    heads, d, total, length = 8, 64, 65536, 2048
+    heads, d, total, length = 8, 64, 131072, 2048
     context, item = SliceContext(), torch.finfo(dtype).bits // 8
     tiles = spans((total - 2 * length, length, length))
 

@@ -40,12 +40,10 @@ class Noisy(Block):
 
 
 READS: dict[str, Any] = {
-    "item": lambda hidden: hidden.sum().item(),
-    "tolist": lambda hidden: hidden[0, 0].tolist(),
-    "a mask": lambda hidden: hidden[hidden > 0],
-    "unique": lambda hidden: hidden.unique(),
+    "item": lambda hidden: hidden.sum().item(), "tolist": lambda hidden: hidden[0, 0].tolist(),
+    "a mask": lambda hidden: hidden[hidden > 0], "unique": lambda hidden: hidden.unique(),
     "to the host": lambda hidden: hidden.detach().cpu(),
-}
+}  # fmt: skip
 
 
 class Reading(Block):

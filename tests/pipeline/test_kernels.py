@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators import cudnn_attention, kernels
+from ds_terapipe.pipeline.operators.cudnn_attention import CudaCudnn
 from ds_terapipe.pipeline.operators.kernels import (
     Attention,
     Call,
@@ -46,7 +47,7 @@ def expected(grad, q, k, v, added, scale):
 
 
 class Aten:
-    """The four operators. ``calls`` are the names of those that ran, ``masked`` how many of them read a bias."""
+    """The six operators. ``calls`` are the names of those that ran, ``masked`` how many of them read a bias."""
 
     def __init__(self):
         self.calls, self.masked = [], 0
@@ -88,6 +89,31 @@ class Aten:
     ):  # fmt: skip
         assert grad.shape == out.shape == q.shape and (max_q, max_k) == (q.shape[1], k.shape[1])
         return *self._run("efficient backward", q, k, v, self._visible(q, k, v, bias, mask_type), scale, grad), None
+
+    def _scaled_dot_product_cudnn_attention(self, q, k, v, bias, keeps_sums, dropout_p, is_causal, debug_mask, *, scale):
+        assert bias is None and keeps_sums and dropout_p == 0.0 and not debug_mask
+        self.calls.append("cudnn")
+        scores, value = self._upper_left(q, k, is_causal, scale), v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
+        sums = scores.logsumexp(-1, keepdim=True)
+        out = ((scores - sums).exp() @ value).to(q.dtype)
+        return out, sums.float(), None, None, q.shape[2], k.shape[2], torch.zeros(()), torch.zeros(()), None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self, grad, q, k, v, out, sums, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, *, scale
+    ):
+        assert bias is None and (max_q, max_k, dropout_p) == (q.shape[2], k.shape[2], 0.0)
+        self.calls.append("cudnn backward")
+        key, value = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        weights, of_out = (self._upper_left(q, k, is_causal, scale) - sums.double()).exp(), grad.double()
+        of_scores = weights * (of_out @ value.mT - (of_out * out.double()).sum(-1, keepdim=True)) * scale
+        of_key, of_value = (t.unflatten(1, (k.shape[1], -1)).sum(2) for t in (of_scores.mT @ q.double(), weights.mT @ of_out))
+        return tuple(t.to(q.dtype) for t in (of_scores @ key, of_key, of_value))
+
+    def _upper_left(self, q, k, is_causal, scale):
+        """Scores of heads-first tensors of 16 bits; a causal mask is aligned to the upper left, and no key is alone."""
+        assert q.dtype in HALVES and k.shape[2] > 1 and q.stride(-1) == k.stride(-1) == 1
+        scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+        return scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf) if is_causal else scores
 
     def _causal(self, q, k, left):
         return lower_right(q.shape[1], k.shape[1], None if left is None else left + 1)
@@ -175,16 +201,14 @@ def test_attention_of_keys_that_are_all_there(rows, columns, window):
 MASK, WINDOW = torch.zeros(1, 1, 8, 24), Call(0.0, None, window=9)
 # what is other than usual, what PyTorch says of flash and of the efficient kernel, the choice
 CHOICES = {
-    "flash": ({}, True, True, CudaFlash),
-    "a window": ({"call": WINDOW}, True, True, CudaFlash),
+    "flash": ({}, True, True, CudaFlash), "a window": ({"call": WINDOW}, True, True, CudaFlash),
     "dropout": ({"call": Call(0.1, None)}, True, True, CudaFlash),
     "a mask": ({"kv_heads": 2, "mask": MASK, "rows": 16}, True, True, CudaEfficient),
     "without flash, grouped": ({"kv_heads": 2}, False, True, CudaEfficient),
     "without flash, a window": ({"kv_heads": 2, "call": WINDOW, "rows": 16}, False, True, CudaEfficient),
-    "heads of 20": ({"d": 20}, True, True, Formula),
-    "other values": ({"value": 32}, True, True, Formula),
+    "heads of 20": ({"d": 20}, True, True, Formula), "other values": ({"value": 32}, True, True, Formula),
     "without both": ({}, False, False, Formula),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "flash", "efficient", "wanted"), CHOICES.values(), ids=CHOICES)
@@ -202,6 +226,45 @@ def test_the_choice_on_cuda(given, flash, efficient, wanted):
     v = k if "value" not in given else k[..., : given["value"]]
     asked = partial(can, flash, True), partial(can, efficient, False)
     assert choose_on_cuda(q, k, v, given["mask"], given["call"], *asked) is wanted
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(("rows", "columns"), [(6, 6), (33, 70), (2, 9), (40, 43)])
+def test_cudnn_sees_the_keys_before_the_rows_and_then_is_causal(rows, columns, groups, dtype, monkeypatch):
+    monkeypatch.setattr(cudnn_attention, "_ATEN", stand_in := Aten())
+    compare(CudaCudnn, dtype, rows, columns, groups=groups, scale=0.2)
+    calls = 1 if rows == columns else 2
+    assert stand_in.calls == ["cudnn"] * calls + ["cudnn backward"] * calls
+
+
+# what is other than usual, the choice without cuDNN, what PyTorch would run, the choice
+PREFERRED = {
+    "cudnn": ({}, CudaFlash, 3, CudaCudnn), "PyTorch would run flash": ({}, CudaFlash, 1, CudaFlash),
+    "flash cannot run": ({}, CudaEfficient, 3, CudaEfficient), "a window": ({"call": WINDOW}, CudaFlash, 3, CudaFlash),
+    "dropout": ({"call": Call(0.1, None)}, CudaFlash, 3, CudaFlash),
+    "short slices": ({"least": 2**13 * 5 + 1}, CudaFlash, 3, CudaFlash),
+    "slices that just pay": ({"least": 2**13 * 5}, CudaFlash, 3, CudaCudnn),
+    "one row": ({"rows": 1}, CudaFlash, 3, CudaFlash),
+    "one key before the rows": ({"before": 1}, CudaFlash, 3, CudaFlash),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "kernel", "backend", "wanted"), PREFERRED.values(), ids=PREFERRED)
+def test_cudnn_where_pytorch_would_run_it_and_for_so_many_shapes(given, kernel, backend, wanted, monkeypatch):
+    given = {"rows": 8, "before": 16, "call": Call(0.0, None), "least": 0} | given
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, enable_gqa: backend if enable_gqa else None)
+    monkeypatch.setattr(cudnn_attention, "_shapes", set())
+    monkeypatch.setattr(cudnn_attention, "_MAX_SHAPES", 2)
+    monkeypatch.setattr(cudnn_attention, "_LEAST_WORK", given["least"])
+
+    def choice(before):
+        q, k = torch.zeros(1, 4, given["rows"], 64), torch.zeros(1, 2, given["rows"], 64)
+        return cudnn_attention.preferred(kernel, q, k, k, given["call"], before)
+
+    assert choice(given["before"]) is wanted
+    assert [choice(before) for before in (32, 48, 64)][2] is kernel, "a third shape"
+    assert choice(given["before"]) is wanted
 
 
 def test_a_small_mask_is_kept_for_the_next_call_on_the_host_alone():

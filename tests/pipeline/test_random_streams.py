@@ -60,15 +60,9 @@ class Found:
     """Of a step: what was dropped, the gradients, the loss, whether the generators are as they were."""
 
     def __init__(
-        self,
-        places: tuple[int, ...] = (0,),
-        schedule: str = "1f1b",
-        slices: int = 3,
-        checkpoint: Any = None,
-        micro_batches: tuple[int, ...] = (0, 1),
-        step: int = 7,
-        seed: int | None = 3,
-    ) -> None:
+        self, places: tuple[int, ...] = (0,), schedule: str = "1f1b", slices: int = 3, checkpoint: Any = None,
+        micro_batches: tuple[int, ...] = (0, 1), step: int = 7, seed: int | None = 3,
+    ) -> None:  # fmt: skip
         self.dropped: dict[Key, list[Tensor]] = defaultdict(list)
         torch.manual_seed(0)
         layers = [Noisy(self.dropped) for _ in range(LAYERS)]

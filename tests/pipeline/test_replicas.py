@@ -15,12 +15,9 @@ from tests.spawn import launched
 
 LARGE, SMALL = ((_ALONE,), (3, _ALONE)), ((8,), (_ALONE - 1,), (2, 4))
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"gradient_average": False},
-    {"gradient_predivide_factor": 4.0},
-    {"prescale_gradients": True, "gradient_predivide_factor": 4.0},
-    {"communication_data_type": torch.float64},
-)
+    {}, {"gradient_average": False}, {"gradient_predivide_factor": 4.0},
+    {"prescale_gradients": True, "gradient_predivide_factor": 4.0}, {"communication_data_type": torch.float64},
+)  # fmt: skip
 
 
 class Engine(DeepSpeedEngine):

@@ -54,19 +54,16 @@ def test_lengths_that_do_not_fit_are_errors(slices, ranks, message):
 
 
 TABLE = {
-    "tokens": ((B, S), LONG, ROW),
-    "a loss mask": ((B, S), FLOAT, ROW),
-    "features": ((B, S, H), FLOAT, ROW),
+    "tokens": ((B, S), LONG, ROW), "a loss mask": ((B, S), FLOAT, ROW), "features": ((B, S, H), FLOAT, ROW),
     "an attention bias of each head": ((B, 4, S, S), FLOAT, MASK),
     "one attention mask for all": ((1, 1, S, S), BOOL, MASK),
     "a square bool mask": ((B, S, S), BOOL, TensorCut(row=1, column=2)),
     "an additive square mask without batch": ((S, S), FLOAT, TensorCut(row=0, column=1)),
     "key padding": ((B, 1, 1, S), BOOL, TensorCut(column=3)),
     "key padding without heads": ((B, 1, S), BOOL, TensorCut(column=2)),
-    "something of each row": ((B, 1, S, H), FLOAT, TensorCut(row=2)),
-    "a scalar": ((), FLOAT, WHOLE),
+    "something of each row": ((B, 1, S, H), FLOAT, TensorCut(row=2)), "a scalar": ((), FLOAT, WHOLE),
     "what has no such dimension": ((B, 3, H, 7), FLOAT, WHOLE),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "dtype", "cut"), TABLE.values(), ids=TABLE)

@@ -34,14 +34,10 @@ class Trace:
 
 
 def train_plain(
-    specs: Sequence[Any],
-    loss_fn: Callable[..., Any],
-    steps: Sequence[Sequence[Any]],
-    optimizer: Callable[[Any], torch.optim.Optimizer],
-    clip: float = 0.0,
-    dtype: torch.dtype = torch.float32,
+    specs: Sequence[Any], loss_fn: Callable[..., Any], steps: Sequence[Sequence[Any]],
+    optimizer: Callable[[Any], torch.optim.Optimizer], clip: float = 0.0, dtype: torch.dtype = torch.float32,
     start: torch.dtype = torch.float32,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Train in this process in ``dtype``, from weights rounded to ``start``; a step is the mean over its micro-batches."""
     model = Plain(specs).to(start).to(dtype)
     stepper = optimizer([p for p in model.parameters() if p.requires_grad])
@@ -49,14 +45,10 @@ def train_plain(
 
 
 def train_module(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: Sequence[Sequence[Any]],
-    part_of_loss: Callable[..., Tensor],
-    clip: float = 0.0,
-    before_step: Callable[[int], Any] = lambda number: None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[Sequence[Any]],
+    part_of_loss: Callable[..., Tensor], clip: float = 0.0, before_step: Callable[[int], Any] = lambda number: None,
     after_step: Callable[[int], Any] = lambda number: None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Train a module in this process; a step's loss is the sum of ``part_of_loss(*micro-batch, step)``."""
     trace = Trace()
     for number, step in enumerate(steps):
@@ -84,23 +76,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def build_engine(
-    specs: Sequence[Any],
-    loss_fn: Callable[..., Any] | None,
-    *,
-    token_pipeline: dict[str, Any] | None,
-    micro_batches: int = 2,
-    batch: int = 2,
-    stages: int = 2,
-    clip: float = 0.0,
-    optimizer: dict[str, Any] | Callable[..., Any] = SGD,
-    instance: bool = False,
-    dtype: torch.dtype = torch.float32,
-    config: dict[str, Any] | None = None,
-    module: dict[str, Any] | None = None,
-    kind: type[PipelineModule] = PipelineModule,
-    made: PipelineModule | None = None,
-    **initialize: Any,
-) -> Any:
+    specs: Sequence[Any], loss_fn: Callable[..., Any] | None, *, token_pipeline: dict[str, Any] | None,
+    micro_batches: int = 2, batch: int = 2, stages: int = 2, clip: float = 0.0,
+    optimizer: dict[str, Any] | Callable[..., Any] = SGD, instance: bool = False, dtype: torch.dtype = torch.float32,
+    config: dict[str, Any] | None = None, module: dict[str, Any] | None = None,
+    kind: type[PipelineModule] = PipelineModule, made: PipelineModule | None = None, **initialize: Any,
+) -> Any:  # fmt: skip
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
     DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``,
     or of ``kind``, a class made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable
@@ -111,13 +92,9 @@ def build_engine(
         model = model.double()
         get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": batch,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": clip,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        **(config or {}),
-    }
+        "train_micro_batch_size_per_gpu": batch, "gradient_accumulation_steps": micro_batches, "gradient_clipping": clip,
+        "steps_per_print": None, "zero_allow_untested_optimizer": True, **(config or {}),
+    }  # fmt: skip
     if isinstance(optimizer, dict):
         settings["optimizer"] = optimizer
     else:
@@ -168,11 +145,9 @@ def _check_ran(engine: Any, ran: Ran, step: Sequence[Any]) -> None:
 
 
 def _train(
-    engine: Any,
-    steps: Sequence[Sequence[Any]],
-    after_step: Callable[[], None] | None,
+    engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], None] | None,
     check_ran: Callable[[Sequence[Any]], None] | None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     trace, step_taken = Trace(), engine._take_model_step
 
     def observed(*args: Any, **kwargs: Any) -> None:

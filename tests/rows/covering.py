@@ -51,12 +51,9 @@ def covering(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: 
 
 
 def _row(
-    factors: Mapping[str, Sequence[Any]],
-    rules: Sequence[Rule],
-    pair: frozenset[Choice],
-    wanted: set[frozenset[Choice]],
+    factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], pair: frozenset[Choice], wanted: set[frozenset[Choice]],
     drawn: random.Random,
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     """Complete a pair by the values that add most wanted pairs, in a random order; None where that meets no allowed value."""
     row: dict[str, Any] = dict(pair)
     if not _allowed(row, rules):

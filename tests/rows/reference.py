@@ -51,16 +51,8 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
         frozen = _prefixes(row, number)
         for master in masters.values():
             master.grad = None
-        losses.append(
-            _step(
-                model,
-                loss_fn,
-                tree_map(lambda t: t.to(here), step),
-                {n: m for n, m in masters.items() if not n.startswith(frozen)},
-                scale,
-                row.packed,
-            )
-        )
+        trained = {name: master for name, master in masters.items() if not name.startswith(frozen)}
+        losses.append(_step(model, loss_fn, tree_map(lambda t: t.to(here), step), trained, scale, row.packed))
         if number == 0:
             first = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in masters.items()}
         if row.clip:

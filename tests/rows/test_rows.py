@@ -31,7 +31,8 @@ def launch_of(row: Row) -> Launch:
     """The training in one process, and then on the row's ranks."""
 
     # the stand-in finds the same races, whatever the number of queues
-    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(row.queues), "STAND_IN_RACES": str(int(row.queues > 1))}
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": str(row.queues), "CUDA_MODULE_LOADING": "EAGER"}
+    env["STAND_IN_RACES"] = str(int(row.queues > 1))
 
     def run() -> list[Any]:
         with tempfile.TemporaryDirectory() as folder:

@@ -255,19 +255,10 @@ def _engine_of(row: Row, start: Layout) -> Any:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(not name.startswith(("0.", "1.")))
     return build_engine(
-        (),
-        None,
-        made=module,
-        token_pipeline=token_pipeline,
-        micro_batches=row.micro_batches // start.replicas,
-        batch=SEQUENCES,
-        clip=row.clip,
-        optimizer=GIVEN[row.optimizer],
-        instance=row.optimizer == "instance",
-        dtype=dtype,
-        config=config,
-        lr_scheduler=falling,
-    )
+        (), None, made=module, token_pipeline=token_pipeline, micro_batches=row.micro_batches // start.replicas,
+        batch=SEQUENCES, clip=row.clip, optimizer=GIVEN[row.optimizer], instance=row.optimizer == "instance", dtype=dtype,
+        config=config, lr_scheduler=falling,
+    )  # fmt: skip
 
 
 def _elastic_block(row: Row, start: Layout) -> dict[str, Any]:
@@ -291,15 +282,9 @@ def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
     from tests.pipeline.models import SEED
 
     module = PipelineModule(
-        specs_of(row),
-        num_stages=start.stages,
-        loss_fn=LOSSES[row.loss],
-        partition_method="uniform",
-        seed_layers=True,
-        base_seed=SEED,
-        dynamic_shape=True,
-        activation_checkpoint_interval=row.recompute,
-    )
+        specs_of(row), num_stages=start.stages, loss_fn=LOSSES[row.loss], partition_method="uniform", seed_layers=True,
+        base_seed=SEED, dynamic_shape=True, activation_checkpoint_interval=row.recompute,
+    )  # fmt: skip
     if row.packed:
         module.documents_of = documents_of
     return module

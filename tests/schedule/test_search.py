@@ -109,15 +109,12 @@ def test_orders_of_one_time_leave_slack_between_warm_ups():
 LINES = ("0F0.0 0F0.1 0B0.1 0W0.1 0B0.0 0W0.0", "1F0.0 1F0.1 1B0.1 1B0.0 1W0.0")
 
 
-@pytest.mark.parametrize(
-    ("line", "was", "becomes", "says"),
-    [
-        (0, "0B0.1", "0X0.1", "place 0: action: got '0X0.1', must be <stage>"),
-        (1, "1F0.0 1F0.1", "1F0.1 1F0.0", "stage 1, 1F0.1: 1F0.1 needs 1F0.0 before it: slices"),
-        (0, " 0B0.0 0W0.0", "", "stage 0, end: 0B0.0 is missing"),
-        (1, LINES[1], LINES[1] + " 1F1.0", "stage 1, 1F1.0: 1F1.0 names a unit that does not exist"),
-    ],
-)
+@pytest.mark.parametrize(("line", "was", "becomes", "says"), [
+    (0, "0B0.1", "0X0.1", "place 0: action: got '0X0.1', must be <stage>"),
+    (1, "1F0.0 1F0.1", "1F0.1 1F0.0", "stage 1, 1F0.1: 1F0.1 needs 1F0.0 before it: slices"),
+    (0, " 0B0.0 0W0.0", "", "stage 0, end: 0B0.0 is missing"),
+    (1, LINES[1], LINES[1] + " 1F1.0", "stage 1, 1F1.0: 1F1.0 names a unit that does not exist"),
+])  # fmt: skip
 def test_an_order_is_read_as_it_is_written_or_refused_in_one_line(line, was, becomes, says):
     lines = [text.replace(was, becomes) if index == line else text for index, text in enumerate(LINES)]
     with pytest.raises(ValueError, match="^" + says.replace(".", r"\.")) as raised:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_terapipe.pipeline.operators import kernels
+from ds_terapipe.pipeline.operators import cudnn_attention, kernels
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.compiled import suits
@@ -42,7 +42,9 @@ class SliceAttention(torch.autograd.Function):
     ) -> Tensor:
         state.write(k, v, span)
         ctx.keys = keys, values = state.keys(first, span.stop)
-        ctx.kernel = DocumentAttention if call.documents is not None else kernels.choose(q, keys, values, mask, call)
+        ctx.kernel = (
+            DocumentAttention if call.documents is not None else _kernel(q, keys, values, mask, call, span, first)
+        )
         out: Tensor
         out, saved, ctx.kept = ctx.kernel.forward(q, keys, values, mask, call)
         ctx.save_for_backward(mask, *saved)
@@ -56,6 +58,15 @@ class SliceAttention(torch.autograd.Function):
         gradients = ctx.kernel.backward(grad, tuple(saved), ctx.kept, *ctx.keys, mask, ctx.call)
         dk, dv = ctx.state.gradients.add(gradients.k, gradients.v, ctx.span.start, ctx.span.stop, ctx.first)
         return gradients.q, dk, dv, gradients.mask, None, None, None, None
+
+
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: kernels.Call, span: Span, first: int
+) -> type[kernels.Formula]:
+    """Return the kernel of a slice over the keys from ``first`` on; ``k`` and ``v`` may be its own part alone."""
+    kernel = kernels.choose(q, k, v, mask, call)
+    # cuDNN makes a plan for each shape, and the keys of a document have another number in every batch
+    return kernel if first or mask is not None else cudnn_attention.preferred(kernel, q, k, v, call, span.start)
 
 
 def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> Tensor:
@@ -168,18 +179,31 @@ def _compiled_attention(
     compiled: Any, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, span: Span, first: int, call: kernels.Call
 ) -> Tensor | None:
     """Run a call without a mask in C++; None if its kernel is not there, or if its bias is too large to be kept."""
-    kernel, columns, groups = kernels.choose(q, k, v, None, call), span.stop - first, q.shape[1] // k.shape[1]
+    kernel, columns, groups = _kernel(q, k, v, None, call, span, first), span.stop - first, q.shape[1] // k.shape[1]
     bias = None
     if kernel is kernels.CpuFlash:
         if not kernels.is_kept(span.length, columns, groups, q.dtype):
             return None
         if call.window is not None or groups > 1 or columns > span.length:
             bias = kernels.causal_mask(span.length, columns, groups, q.dtype, q.device, call.window)
-    elif kernel is not kernels.CudaFlash:
+    elif kernel not in (kernels.CudaFlash, cudnn_attention.CudaCudnn):
         return None
     state.filled = max(state.filled, span.stop)
-    left = kernels.CudaFlash.left(call)
+    left, by_cudnn = kernels.CudaFlash.left(call), kernel is cudnn_attention.CudaCudnn
     out: Tensor = compiled.attention(
-        q, k, v, state.k, state.v, state.gradients, span.start, span.stop, first, bias, call.dropout_p, call.scale, left
+        q,
+        k,
+        v,
+        state.k,
+        state.v,
+        state.gradients,
+        span.start,
+        span.stop,
+        first,
+        bias,
+        call.dropout_p,
+        call.scale,
+        left,
+        by_cudnn,
     )
     return out

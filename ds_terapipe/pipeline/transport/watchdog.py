@@ -30,6 +30,7 @@ import torch.distributed
 
 from ds_terapipe.errors import first_line
 from ds_terapipe.job import Job, RankFailed
+from ds_terapipe.names import QUEUES
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import guard
@@ -49,8 +50,8 @@ _LAST_RESORT_S = 60.0
 _STOPPED_FOR_S = 10.0  # time beyond the longest wait, in which the others name a stopped rank
 _EXIT_CODE = 70  # EX_SOFTWARE
 _HOST = torch.device("cpu")
-# On one GPU that stages shared, first steps stood still with the variable and ran without it (docs/gpu.md).
-_ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS is 1: got one hardware queue, slices need no such setting, try without it"
+# On one GPU that stages shared, first steps stood still with the variable, until all kernels were loaded at the start.
+_ONE_QUEUE = f"{QUEUES} is 1: got one hardware queue, slices need no such setting, try without it"
 
 
 class PipelineStalled(RuntimeError):
@@ -321,7 +322,7 @@ class Watchdog(Observer):
             first,
             *(f"  rank {rank}: {why}" for rank, why in self.processes.look_for_lost(learns=view is None).items()),
         ]
-        if self._device != _HOST and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        if self._device != _HOST and os.environ.get(QUEUES) == "1":
             lines.append("  " + _ONE_QUEUE)
         if len(lines) > 1:
             logger.error("%s", "\n".join(lines[1:]))
