@@ -201,7 +201,7 @@ class Inspection:
                 except ConfigError as problem:
                     error = problem
                 except Exception as problem:
-                    error = refuse_model(f"run on a slice it fails, {describe(problem)}")
+                    error = _failure(problem, stage, batch)
                     error.__cause__ = problem
             self.consensus.agree(error)
             if stage is not None and placement.sends_forward(number):
@@ -230,6 +230,21 @@ def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
             inputs = layer(inputs)
     probe.record(inputs)
     return inputs
+
+
+def _failure(problem: Exception, stage: Stage, batch: StepBatch) -> ConfigError:
+    """Return the error for a stage that fails on a slice: of the model's cut or, if the first fails uncut, of its inputs."""
+    total = batch.lengths[0]
+    outputs: Any = batch.cut_inputs(0, Span(0, total, total)) if stage.number == 0 else None
+    try:
+        for layer in stage.layers.functions if stage.number == 0 else ():
+            outputs = layer(outputs)
+    except Exception:
+        return ConfigError(
+            f"the data iterator: got inputs that the model fails with, cut or not, {describe(problem)}; must fit its first "
+            "layers, use (inputs, labels) with one sample per row"
+        )
+    return refuse_model(f"run on a slice it fails, {describe(problem)}")
 
 
 def describe(error: BaseException) -> str:
