@@ -100,7 +100,7 @@ def model(last: type = Block) -> list[LayerSpec]:
 MODELS: dict[str, tuple[list[Any], Any, str]] = {
     "pooling": (model(Pooled), mean_loss, CANT + "the output of layer 4 (Pooled), module 4, differs by"),
     "bug": (model(Raising), mean_loss, CANT + "run on a slice it fails, KeyError: 'first line\\nsecond line'"),
-    "other inputs": ([LayerSpec(Raising), *model()], mean_loss, "the data iterator: got inputs that the model fails with, cut or not"),
+    "other inputs": ([LayerSpec(Raising), *model()], mean_loss, "the data iterator: got inputs that the model fails with, cut"),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),
     "losses": (model(), lambda outputs, labels: (mean_loss(outputs, labels), 0), "loss_fn: got tuple from it, must be"),
     "labels": (model(), lambda outputs, labels: mean_loss(outputs, labels[:, 1:]), "got labels that the loss_fn"),
