@@ -13,11 +13,13 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._pytree import tree_map
 
 from ds_terapipe import ConfigError
 from ds_terapipe.schedule import Op, order, simulate
-from tests.pipeline.models import HIDDEN, Block, Embedding, Head, gpt, masked_loss, micro_batch, steps_of, tied_gpt
+from tests.pipeline.attention_layers import split
+from tests.pipeline.models import HEADS, HIDDEN, Block, Embedding, Head, gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import Trace, build_engine, train, train_plain, worst
 from tests.spawn import launched
 
@@ -55,6 +57,20 @@ class AddAgain(Embedding):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         return inputs[0] + self.tokens(inputs[1])
+
+
+class Encoded(Embedding):
+    """Hands on an encoder's states, which are as many as one of the slices has tokens."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(inputs), self.positions.weight[-4:].expand(len(inputs[0]), -1, -1)
+
+
+def cross(inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention over all states, and with a mask over as many as the inspection's first slice has tokens."""
+    q, k = (split(each, HEADS) for each in inputs)
+    few, mask = k[..., :2, :], torch.ones(1, 2, dtype=torch.bool)
+    return inputs[0] + (attend(q, k, k) + attend(q, few, few, mask)).transpose(1, 2).flatten(2)
 
 
 def rotary(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -98,6 +114,7 @@ MODELS: dict[str, list[Any]] = {
     "integers": beside(lambda tokens, _: tokens, AddAgain),
     "two with gradients": beside(Two, lambda inputs: inputs[0] + inputs[1]),
     "unused output": beside(Two, lambda inputs: inputs[0]),
+    "an encoder's states": beside(Encoded, cross),
     "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
