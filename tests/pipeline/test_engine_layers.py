@@ -24,6 +24,7 @@ from tests.pipeline.training import Trace, build_engine, train, train_plain, wor
 from tests.spawn import launched
 
 LOSS_NUMBERS = 2  # what DeepSpeed keeps of a step is its loss, here and averaged over replicas
+UNEVEN = [11, 4, 9]
 sgd = partial(torch.optim.SGD, lr=0.2)
 
 
@@ -50,6 +51,15 @@ class Two(Embedding):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.tokens(inputs[0]), self.positions(inputs[1])
+
+
+class Early(Embedding):
+    """Two tensors; the second one has a gradient up to token 15, and where a slice begins there it requires none."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        at = self.positions(inputs[1])
+        early = inputs[1].unsqueeze(-1) < sum(UNEVEN[:2])
+        return super().forward(inputs), torch.where(early, at, at.detach()) if early.any() else at.detach()
 
 
 class AddAgain(Embedding):
@@ -113,6 +123,7 @@ MODELS: dict[str, list[Any]] = {
     "float without gradient": beside(lambda _, at: (at / 24).cos().unsqueeze(-1), lambda inputs: inputs[0] * inputs[1]),
     "integers": beside(lambda tokens, _: tokens, AddAgain),
     "two with gradients": beside(Two, lambda inputs: inputs[0] + inputs[1]),
+    "a gradient that ends": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
     "unused output": beside(Two, lambda inputs: inputs[0]),
     "an encoder's states": beside(Encoded, cross),
     "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
@@ -120,7 +131,6 @@ MODELS: dict[str, list[Any]] = {
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),
 }
-UNEVEN = [11, 4, 9]
 # weight gradients, layers in a checkpoint, whether it is a reentrant one, slices
 CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 15]), ("auto", 2, True, [7, 2, 15]), ("auto", 3, False, 2)]
 
