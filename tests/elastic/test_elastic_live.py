@@ -35,12 +35,12 @@ class Rich(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop, self.plain = nn.Dropout(0.1), torch.zeros(())
+        self.drop, self.plain, self.more = nn.Dropout(0.1), torch.zeros(()), {"by": [1.0, torch.zeros(())]}
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", torch.zeros(1), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain)
+        return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain + self.more["by"][0] * self.more["by"][1])
 
 
 def rich() -> list[Any]:
@@ -61,7 +61,7 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.up.requires_grad_(entry == 1)
             layer.qkv.weight.lamb_rows = (32, 32, 32)
             layer.before_mlp.weight.tensor_model_parallel = False
-            layer.plain = torch.linspace(0, entry / 10, 32)
+            layer.plain, layer.more["by"] = torch.linspace(0, entry / 10, 32), [entry / 8, torch.linspace(1, 0, 32)]
             layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
     return layers
 
