@@ -63,7 +63,8 @@ class StageState:
 
     Attributes:
         tensors: by name.
-        modules: class, hooks, plain attributes and checksums of tensors among these, of its modules, by their names.
+        modules: class, hooks, plain attributes, checksums of tensors among these and buffers that checkpoints leave out, of
+            its modules, by their names.
         same: groups of names that are one trained parameter.
     """
 
@@ -142,7 +143,8 @@ def _about(module: nn.Module) -> dict[str, Any]:
         found += [getattr(parameter, name, None) or {} for name in _PARAMETER_HOOKS]
     hooks = sum(_is_a_users(hook) for each in found for hook in each.values())
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return {"class": kind, "hooks": hooks, "settings": settings, "tensors": checksums(module)}
+    unsaved = sorted(module._non_persistent_buffers_set)
+    return {"class": kind, "hooks": hooks, "settings": settings, "tensors": checksums(module), "unsaved": unsaved}
 
 
 def _is_a_users(hook: Any) -> bool:
