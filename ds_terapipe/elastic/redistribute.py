@@ -6,7 +6,7 @@ They send the samples to the ranks that need them now. The samples of a step, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -157,8 +157,8 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
 def _rows(value: Any, size: int) -> list[Any]:
     """Return the samples of a micro-batch of ``size``, as micro-batches of one."""
 
-    def part(row: int) -> Callable[[Tensor], Any]:
-        return lambda tensor: tensor[row : row + 1] if has_samples(tensor, size) else _OfAll(tensor)
+    def part(row: int) -> Callable[[Any], Any]:
+        return lambda leaf: leaf[row : row + 1] if has_samples(leaf, size) else _OfAll(leaf)
 
     return [_map(value, part(row)) for row in range(size)]
 
@@ -169,15 +169,24 @@ def _regrouped(rows: Sequence[Any], size: int) -> list[Any]:
 
 
 class _OfAll(NamedTuple):
-    """A tensor without a row for each sample: a mask for all of them."""
+    """A leaf without a part for each sample: a mask for all of them."""
 
-    tensor: Tensor
+    leaf: Any
+
+
+def _is_texts(value: Any) -> bool:
+    """Whether a value is texts, of which a collated micro-batch has one for each sample."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
 def _joined(rows: Sequence[Any]) -> Any:
     of_all = next((row for row in rows if isinstance(row, _OfAll)), None)
     if of_all is not None:
-        return of_all.tensor
+        return of_all.leaf
+    if _is_texts(rows[0]):
+        return [text for row in rows for text in row]
+    if isinstance(rows[0], Mapping):
+        return {key: _joined([row[key] for row in rows]) for key in rows[0]}
     if isinstance(rows[0], Tensor):
         if any(row.shape[1:] != rows[0].shape[1:] for row in rows):
             shape = list(rows[0].shape[1:])
@@ -195,24 +204,30 @@ def samples_of(value: Any) -> int:
     """Return the number of samples: the size of the first tensor's first dimension, 0 without one."""
     if isinstance(value, Tensor):
         return int(value.shape[0]) if value.dim() else 0
-    return next((samples_of(item) for item in value if isinstance(item, (Tensor, tuple, list))), 0)
+    items = value.values() if isinstance(value, Mapping) else value
+    return next((samples_of(item) for item in items if isinstance(item, (Tensor, tuple, list, Mapping))), 0)
 
 
-def has_samples(tensor: Tensor, samples: int) -> bool:
-    """Whether the first dimension counts samples; a mask for all samples is sent whole."""
-    return tensor.dim() > 0 and tensor.shape[0] == samples
+def has_samples(leaf: Any, samples: int) -> bool:
+    """Whether the first dimension of a tensor, or a list of texts, counts samples; a mask for all samples is sent whole."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim() > 0 and leaf.shape[0] == samples
+    return len(leaf) == samples
 
 
-def _map(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    if isinstance(value, Tensor):
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to each tensor, and to each list of texts."""
+    if isinstance(value, Tensor) or _is_texts(value):
         return function(value)
     if isinstance(value, _OfAll):
-        return _OfAll(function(value.tensor))
+        return _OfAll(_map(value.leaf, function))
+    if isinstance(value, Mapping):
+        return {key: _map(item, function) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return tuple(_map(item, function) for item in value)
     return value
 
 
-def _on_host(tensor: Tensor) -> Tensor:
-    """Copy to the host, without the rest of the storage."""
-    return tensor.detach().cpu().clone()
+def _on_host(leaf: Any) -> Any:
+    """Copy a tensor to the host, without the rest of the storage."""
+    return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf

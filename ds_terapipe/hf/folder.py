@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.adapters import VALUES
 from ds_terapipe.hf.masters import Masters
-from ds_terapipe.hf.record import names_of, read_record, write_model
+from ds_terapipe.hf.record import names_of, read_record, saved_names, write_model
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
 from ds_terapipe.job import Job
@@ -60,13 +60,15 @@ class Folder:
 
     Args:
         path: the name. There must be nothing under it.
+        saved: names that tensors get in its files, by their own, where the two differ.
 
     Raises:
         ConfigError: there is something.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, saved: Mapping[str, str]) -> None:
         check_new("export", path)
+        self._saved = saved
         self.path, self.unfinished = path, path.parent / f".{path.name}.unfinished"
 
     def begin(self) -> None:
@@ -76,7 +78,8 @@ class Folder:
 
     def write(self, name: str, tensors: Tensors) -> Written:
         """A file of tensors."""
-        save_file({key: value.contiguous() for key, value in tensors.items()}, self.unfinished / name, {"format": "pt"})
+        tensors = {self._saved.get(own, own): value.contiguous() for own, value in tensors.items()}
+        save_file(tensors, self.unfinished / name, {"format": "pt"})
         return Written(name, list(tensors), [value.dtype for value in tensors.values() if value.is_floating_point()])
 
     def finish(self, files: Sequence[Written], adapter: Mapping[str, str]) -> None:
@@ -147,9 +150,10 @@ def export(checkpoint: str | Path, out: str | Path, dtype: torch.dtype | None = 
         ConfigError: the checkpoint is of another model, lacks a layer or a part of a file, has adapters that it was not
             built with or a file that is not as it was saved; or there is something at ``out``.
     """
-    checkpoint, folder = Path(checkpoint), Folder(Path(out))
+    checkpoint = Path(checkpoint)
     check_saved(checkpoint)
     record = read_record(checkpoint)
+    folder = Folder(Path(out), record["saved"])
     missing = dict.fromkeys(record["weights"])
     for entry in range(len(record["entries"])):
         names = [_renamed(own, record["entries"][entry]) for own in _layer(checkpoint, record, entry)]
@@ -271,7 +275,7 @@ def save_pretrained(engine: Any, out: str | Path, dtype: torch.dtype | None = No
     def begin() -> Folder:
         names = (_renamed(own, names) for names, layer in _live_layers(module) for own in layer.state_dict())
         _check_names("hf.save_pretrained", names, adapter, "engine.save_checkpoint, which keeps them")
-        return Folder(Path(out))
+        return Folder(Path(out), saved_names(module.source))
 
     folder = together(begin)
     together(lambda: folder.begin() if job.is_first else None)

@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from transformers.core_model_loading import revert_weight_conversion
+
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.source import Source
 from ds_terapipe.names import HF_FOLDER, HF_NAMES
@@ -29,6 +31,16 @@ def names_of(source: Source) -> list[dict[str, str]]:
     return [{own: f"{name}." for own, name in entry.items() if name is not None} for entry in entries]
 
 
+def saved_names(source: Source) -> dict[str, str]:
+    """Return the names that transformers saves weights under, by those in the model, where the two differ."""
+    of_model = source.model.state_dict() if source.adapter is None else {}
+    owns = {id(tensor): own for own, tensor in of_model.items()}
+    pairs = (
+        (owns.get(id(tensor)), saved) for saved, tensor in revert_weight_conversion(source.model, of_model).items()
+    )
+    return {own: saved for own, saved in pairs if own is not None and own != saved}
+
+
 def write_record(source: Source, checkpoint: Path) -> None:
     """Write the record into a folder ``hf`` of a checkpoint."""
     folder = checkpoint / HF_FOLDER
@@ -42,6 +54,7 @@ def write_record(source: Source, checkpoint: Path) -> None:
         "entries": names_of(source),
         "adapter": None if source.adapter is None else source.adapter.names,
         "weights": weights,
+        "saved": saved_names(source),
     }
     (folder / HF_NAMES).write_text(json.dumps(record, indent=1))
 
@@ -84,6 +97,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
         record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
         record["adapter"] = dict(record.get("adapter") or {})  # older records have none
         record["weights"] = list(record.get("weights") or ())  # and not these
+        record["saved"] = dict(record.get("saved") or {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"

@@ -35,12 +35,13 @@ class Rich(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop, self.plain = nn.Dropout(0.1), torch.zeros(())
+        self.drop, self.plain, self.more = nn.Dropout(0.1), torch.zeros(()), {"by": [1.0, torch.zeros(())]}
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", torch.zeros(1), persistent=False)
+        self.also = self.shift
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain)
+        return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain + self.more["by"][0] * self.more["by"][1])
 
 
 def rich() -> list[Any]:
@@ -61,8 +62,9 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.up.requires_grad_(entry == 1)
             layer.qkv.weight.lamb_rows = (32, 32, 32)
             layer.before_mlp.weight.tensor_model_parallel = False
-            layer.plain = torch.linspace(0, entry / 10, 32)
+            layer.plain, layer.more["by"] = torch.linspace(0, entry / 10, 32), [entry / 8, torch.linspace(1, 0, 32)]
             layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
+            layer.register_buffer("late", torch.ones(1), persistent=False)
     return layers
 
 
@@ -89,8 +91,8 @@ def lost(engine: Any) -> list[str]:
             continue
         trains, qkv, norm = entry >= engine.frozen_layers, layer.qkv.weight, layer.before_mlp.weight
         flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training
-        values = layer.drop.p, layer.window, layer.drop.spans, "shift" in layer.state_dict()
-        found = flags, values, qkv.lamb_rows, norm.tensor_model_parallel, layer.scale.item(), layer.shift.item()
+        values = layer.drop.p, layer.window, layer.drop.spans, bool({"shift", "late"} & layer.state_dict().keys())
+        found = flags, values, qkv.lamb_rows, norm.tensor_model_parallel, layer.scale.item(), layer.also.item()
         wanted = ([entry == 1 and trains, trains], trains), (0.0, entry, (entry, 2), False), (32, 32, 32), False
         if found != (*wanted, pytest.approx(1 + entry / 100), pytest.approx(entry / 50)):
             problems.append(f"{entry}: {found}")

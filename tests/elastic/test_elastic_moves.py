@@ -121,11 +121,12 @@ def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each
 
 
 def test_what_belongs_to_all_samples_is_handed_on_whole() -> None:
-    """Masks of one row, numbers and tuples beside what has a row for each sample."""
+    """Masks of one row, numbers and tuples beside what has a row for each sample, texts in a dict among these."""
     mask = torch.ones(5, 5)
-    value = (torch.arange(4), (mask, "text"), torch.zeros(4, 2))
+    value = (torch.arange(4), (mask, "text"), {"texts": list("abcd"), "names": ["x"], "rows": torch.arange(4)})
     first, second = redistribute._regrouped(redistribute._rows(value, 4), 2)
     assert first[0].tolist() == [0, 1] and second[0].tolist() == [2, 3] and second[1][0] is mask
+    assert second[2]["texts"] == ["c", "d"] and second[2]["names"] == ["x"] and second[2]["rows"].tolist() == [2, 3]
 
 
 def test_micro_batches_that_cannot_be_divided_are_refused() -> None:

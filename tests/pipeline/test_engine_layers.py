@@ -13,15 +13,18 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._pytree import tree_map
 
 from ds_terapipe import ConfigError
 from ds_terapipe.schedule import Op, order, simulate
-from tests.pipeline.models import HIDDEN, Block, Embedding, Head, gpt, masked_loss, micro_batch, steps_of, tied_gpt
+from tests.pipeline.attention_layers import split
+from tests.pipeline.models import HEADS, HIDDEN, Block, Embedding, Head, gpt, masked_loss, micro_batch, steps_of, tied_gpt
 from tests.pipeline.training import Trace, build_engine, train, train_plain, worst
 from tests.spawn import launched
 
 LOSS_NUMBERS = 2  # what DeepSpeed keeps of a step is its loss, here and averaged over replicas
+UNEVEN = [11, 4, 9]
 sgd = partial(torch.optim.SGD, lr=0.2)
 
 
@@ -50,11 +53,34 @@ class Two(Embedding):
         return self.tokens(inputs[0]), self.positions(inputs[1])
 
 
+class Early(Embedding):
+    """Two tensors; the second one has a gradient up to token 15, and where a slice begins there it requires none."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        at = self.positions(inputs[1])
+        early = inputs[1].unsqueeze(-1) < sum(UNEVEN[:2])
+        return super().forward(inputs), torch.where(early, at, at.detach()) if early.any() else at.detach()
+
+
 class AddAgain(Embedding):
     """Embeds the tokens that came along once more."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         return inputs[0] + self.tokens(inputs[1])
+
+
+class Encoded(Embedding):
+    """Hands on an encoder's states, which are as many as one of the slices has tokens."""
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return super().forward(inputs), self.positions.weight[-4:].expand(len(inputs[0]), -1, -1)
+
+
+def cross(inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention over all states, and with a mask over as many as the inspection's first slice has tokens."""
+    q, k = (split(each, HEADS) for each in inputs)
+    few, mask = k[..., :2, :], torch.ones(1, 2, dtype=torch.bool)
+    return inputs[0] + (attend(q, k, k) + attend(q, few, few, mask)).transpose(1, 2).flatten(2)
 
 
 def rotary(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -97,13 +123,14 @@ MODELS: dict[str, list[Any]] = {
     "float without gradient": beside(lambda _, at: (at / 24).cos().unsqueeze(-1), lambda inputs: inputs[0] * inputs[1]),
     "integers": beside(lambda tokens, _: tokens, AddAgain),
     "two with gradients": beside(Two, lambda inputs: inputs[0] + inputs[1]),
+    "a gradient that ends": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
     "unused output": beside(Two, lambda inputs: inputs[0]),
+    "an encoder's states": beside(Encoded, cross),
     "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),
 }
-UNEVEN = [11, 4, 9]
 # weight gradients, layers in a checkpoint, whether it is a reentrant one, slices
 CHECKPOINTED = [("micro_batch", 1, False, [7, 2, 15]), ("auto", 2, True, [7, 2, 15]), ("auto", 3, False, 2)]
 

@@ -52,6 +52,12 @@ def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
         box.keep(0)
 
 
+def test_a_gradient_that_was_not_announced_is_an_error():
+    trained, constant = (BoundarySpec((TensorSpec((2,), torch.float32, needs),), True) for needs in (True, False))
+    with pytest.raises(ConfigError, match=r"^stage 1: got output 0 of micro-batch 2 with requires_grad, and of an earlier one"):
+        links_module._needed(1, Unit(2, 0), trained, constant)
+
+
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     """Tensors of every type and of odd shapes, different for each unit."""
     random = torch.Generator().manual_seed(100 * unit.micro_batch + unit.slice)

@@ -82,6 +82,12 @@ Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(s
 MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
 
 
+def longest(self, hidden):
+    """A cache that grows, as dynamic rotary embeddings have one: the longest sequence so far decides."""
+    self.most = max(getattr(self, "most", 0), hidden.shape[1])
+    return hidden * self.most
+
+
 def with_middle(layer, embedding=Embedding, head=Head):
     return [LayerSpec(kind) for kind in (embedding, Block, Block, layer, Block, head)]
 
@@ -101,6 +107,7 @@ CHANGED = {
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "random": (with_middle(layer(lambda self, x: x + torch.randn_like(x))), OUTPUT + r".* random numbers or has a state; use"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
+    "longest": (with_middle(layer(longest)), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT = ("hand-written", "bert")

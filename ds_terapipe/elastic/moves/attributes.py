@@ -1,16 +1,24 @@
-"""Tensors that are plain attributes of modules, neither parameters nor buffers: a fixed random matrix, a running mean.
+"""Plain attributes of modules that hold tensors, neither parameters nor buffers: a fixed random matrix, a running mean.
 
-Moved layers have them as they were. Only those travel that the layer's spec builds otherwise.
+Lists, tuples and dicts of tensors and plain values are among them. Moved layers have them as they were. Only those travel
+that the layer's spec builds otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, tuple)
+_OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 class Place(NamedTuple):
@@ -21,11 +29,26 @@ class Place(NamedTuple):
     attribute: str
 
 
+@dataclass(frozen=True)
+class OnHost:
+    """A tensor's values in host memory, and the type of the device that it was on."""
+
+    values: Tensor
+    device: str
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a flag or None, or a list or tuple of these."""
+    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(is_plain, value)))
+
+
 def checksums(module: nn.Module) -> dict[str, str]:
-    """Return a hash of each tensor among a module's plain attributes."""
+    """Return a hash of each plain attribute of a module that is a tensor, or a container of more than plain values."""
     buffers = set(map(id, module.buffers()))  # a second name of one goes with it
     return {
-        key: _checksum(value) for key, value in vars(module).items() if _travels(value) and id(value) not in buffers
+        key: _checksum(value)
+        for key, value in vars(module).items()
+        if key not in _OWN and not is_plain(value) and _travels(value) and id(value) not in buffers
     }
 
 
@@ -46,21 +69,25 @@ def differing(layers: Mapping[str, nn.Module], live: Mapping[str, Mapping[str, s
     return found
 
 
-def values_of(layers: Mapping[str, nn.Module], places: Iterable[Place], tensor: int) -> dict[Place, tuple[Tensor, str]]:
-    """Return what this rank has of these attributes, in host memory, and the type of its device."""
+def values_of(layers: Mapping[str, nn.Module], places: Iterable[Place], tensor: int) -> dict[Place, Any]:
+    """Return what this rank has of these attributes, with each tensor `OnHost`."""
     modules, found = _modules(layers), {}
     for place in places:
         value = vars(modules[place.module]).get(place.attribute) if place.module in modules else None
         if place.tensor == tensor and value is not None:
-            found[place] = value.detach().cpu(), value.device.type
+            found[place] = tree_map_only(Tensor, lambda each: OnHost(each.detach().cpu(), each.device.type), value)
     return found
 
 
-def put(layers: Mapping[str, nn.Module], values: Mapping[Place, tuple[Tensor, str]], device: torch.device) -> None:
+def put(layers: Mapping[str, nn.Module], values: Mapping[Place, Any], device: torch.device) -> None:
     """Set attributes of newly built layers; ``device``: of those that were on one of its type."""
     modules = _modules(layers)
-    for place, (value, kind) in values.items():
-        setattr(modules[place.module], place.attribute, value.to(device if kind == device.type else "cpu"))
+
+    def placed(each: OnHost) -> Tensor:
+        return each.values.to(device if each.device == device.type else "cpu")
+
+    for place, value in values.items():
+        setattr(modules[place.module], place.attribute, tree_map_only(OnHost, placed, value))
 
 
 def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -68,11 +95,23 @@ def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _travels(value: Any) -> bool:
-    return type(value) is Tensor and value.layout == torch.strided and value.device.type != "meta"
+    if type(value) is Tensor:
+        return value.layout == torch.strided and value.device.type != "meta"
+    return isinstance(value, _PLAIN) or (type(value) in _CONTAINERS and all(map(_travels, _entries(value))))
 
 
-def _checksum(tensor: Tensor) -> str:
-    values: Any = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    found.update(values)
+def _entries(value: Any) -> Iterator[Any]:
+    return iter(chain(*value.items()) if isinstance(value, dict) else value)
+
+
+def _checksum(value: Any) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    if isinstance(value, Tensor):
+        data: Any = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        found.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        found.update(data)
+    elif type(value) in _CONTAINERS:
+        found.update(" ".join((type(value).__name__, *map(_checksum, _entries(value)))).encode())
+    else:
+        found.update(repr(value).encode())
     return found.hexdigest()

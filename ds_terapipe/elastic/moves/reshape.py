@@ -287,7 +287,11 @@ class Reshape:
         owner, _, leaf = path.rpartition(".")
         holder = layer.get_submodule(owner)
         if not info.is_parameter:
-            holder._buffers[leaf] = values
+            built = holder._buffers.get(leaf)
+            if built is not None and (built.dtype, built.device) == (values.dtype, values.device):
+                built.data = values  # it may have a second name, as an attribute or in another module
+            else:
+                holder._buffers[leaf] = values
             return
         parameter = holder._parameters[leaf]
         assert parameter is not None
@@ -323,6 +327,8 @@ def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> No
     """Copy the live layer's plain attributes to the modules of a newly built layer."""
     about = held[_stage_with(prefix, held)].modules
     for name, module in layer.named_modules():
-        for key, value in about.get(prefix + name, {}).get("settings", {}).items():
+        live = about.get(prefix + name, {})
+        module._non_persistent_buffers_set.update(live.get("unsaved", ()))  # some are made by the first forward
+        for key, value in live.get("settings", {}).items():
             if key not in vars(module) or vars(module)[key] != value:
                 setattr(module, key, value)

@@ -15,13 +15,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.moves.attributes import checksums
+from ds_terapipe.elastic.moves.attributes import checksums, is_plain
 from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
 
-_PLAIN = (bool, int, float, str, type(None))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -64,7 +63,8 @@ class StageState:
 
     Attributes:
         tensors: by name.
-        modules: class, hooks, plain attributes and checksums of tensors among these, of its modules, by their names.
+        modules: class, hooks, plain attributes, checksums of tensors among these and buffers that checkpoints leave out, of
+            its modules, by their names.
         same: groups of names that are one trained parameter.
     """
 
@@ -95,7 +95,7 @@ def stage_state(
                 kind_of(parameter),
                 True,
                 parameter.requires_grad,
-                {key: value for key, value in vars(parameter).items() if _is_plain(value)},
+                {key: value for key, value in vars(parameter).items() if is_plain(value)},
                 group_of.get(id(parameter)),
                 {key: kind_of(value) for key, value in sent.items()},
                 {key: described(value) for key, value in state.items() if key not in sent},
@@ -136,18 +136,15 @@ def _has_moved(state: Mapping[str, Any]) -> bool:
     return any(bool(value.any()) for value in moments)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
-
-
 def _about(module: nn.Module) -> dict[str, Any]:
-    settings = {key: value for key, value in vars(module).items() if _is_plain(value)}
+    settings = {key: value for key, value in vars(module).items() if is_plain(value)}
     found = [getattr(module, name, {}) for name in _HOOKS]
     for parameter in module.parameters(recurse=False):
         found += [getattr(parameter, name, None) or {} for name in _PARAMETER_HOOKS]
     hooks = sum(_is_a_users(hook) for each in found for hook in each.values())
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    return {"class": kind, "hooks": hooks, "settings": settings, "tensors": checksums(module)}
+    unsaved = sorted(module._non_persistent_buffers_set)
+    return {"class": kind, "hooks": hooks, "settings": settings, "tensors": checksums(module), "unsaved": unsaved}
 
 
 def _is_a_users(hook: Any) -> bool:

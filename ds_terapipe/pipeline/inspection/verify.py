@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of
 from ds_terapipe.schedule import Unit
@@ -111,10 +112,22 @@ def _nonzero(parts: Iterable[nn.Module]) -> Iterator[None]:
             parameter.zero_()
 
 
-def _attributes(holders: Iterable[Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of objects that have some, and copies: caches and counters that a run may change."""
-    found = (getattr(holder, "__dict__", None) for holder in holders)
-    return [(attributes, dict(attributes)) for attributes in found if isinstance(attributes, dict)]
+@contextmanager
+def _restored(modules: Sequence[nn.Module], others: Sequence[Any] = ()) -> Iterator[None]:
+    """Context manager that restores buffers and attributes of modules, and attributes of ``others``: caches and counters."""
+    found = (getattr(holder, "__dict__", None) for holder in (*modules, *others))
+    attributes = [(present, dict(present)) for present in found if isinstance(present, dict)]
+    buffers = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
+    values = {id(buffer): buffer.clone() for *_, buffer in buffers if buffer is not None}
+    try:
+        yield
+    finally:
+        for of_module, name, buffer in buffers:
+            of_module[name] = buffer if buffer is None else buffer.copy_(values[id(buffer)])
+        for present, before in attributes:
+            for name in present.keys() - before.keys():
+                del present[name]
+            present.update(before)
 
 
 @contextmanager
@@ -126,13 +139,11 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) ->
         loss_fn: loss that runs with them; a method's object, or a function, may count its calls.
     """
     modules = [m for part in parts.values() for m in part.modules()]
-    attributes = _attributes((*modules, getattr(loss_fn, "__self__", loss_fn)))
     dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    buffers = [(m._buffers, name, buffer) for m in modules for name, buffer in m._buffers.items()]
-    values = {id(buffer): buffer.clone() for *_, buffer in buffers if buffer is not None}
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout(), _nonzero(parts.values()):
+    kept = _restored(modules, [getattr(loss_fn, "__self__", loss_fn)])
+    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout(), _nonzero(parts.values()), kept:
         for context in parts:
             context.dropout = False
         for dropout in dropouts:
@@ -144,12 +155,6 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) ->
             numpy.random.set_state(states[1])
             for dropout in dropouts:
                 dropout.training = True
-            for of_module, name, buffer in buffers:
-                of_module[name] = buffer if buffer is None else buffer.copy_(values[id(buffer)])
-            for present, before in attributes:
-                for name in present.keys() - before.keys():
-                    del present[name]
-                present.update(before)
             for context in parts:
                 context.dropout = True
                 context.clear()
@@ -236,7 +241,9 @@ def verify_stage(
         ):
             run = partial(_run, layer, layers.first + index, context, recorder, cuts, after)
             one = _OneLayer(layers.text(layers.first + index), run, recorder)
-            outputs = one.run_whole(inputs, spans[0].total)
+            inside = [module for owner in modules_of(layer) for module in owner.modules()]
+            with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
+                outputs = one.run_whole(inputs, spans[0].total)
             batch = _batch_size(as_tuple(inputs), cuts)
             for span in spans:
                 one.compare(part_of(inputs, cuts, span), span, batch)

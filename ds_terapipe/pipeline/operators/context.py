@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +82,13 @@ class SliceContext:
         self.layer: int | None = None
         self._inside = False  # from the beginning to the end of `layer`
         self._call = 0
-        self._calls: dict[int, int] = {}
+        self._placed: set[CallKey] = set()  # calls of the running slice
         self._states: dict[int, dict[CallKey, AttentionState]] = defaultdict(dict)
         self._notes: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._forms: dict[CallKey, CallForm] = {}  # of the model, not of a step
+        # of the model too: calls over keys that are no tokens of the sequence, and keys of those that may be such calls
+        self._apart: set[tuple[CallKey, CallForm]] = set()
+        self._sizes: dict[tuple[CallKey, CallForm], int] = {}
         # by layer: whether it was recomputed otherwise, read when the step is over
         self._differs: dict[int, torch.Tensor] = {}
         self.compiled = compiled.load()
@@ -94,15 +97,14 @@ class SliceContext:
     def forward(self, unit: Unit, span: Span) -> Iterator[None]:
         """Context manager around a slice's forward. Every slice must make the same attention calls in each layer."""
         micro_batch = unit.micro_batch
-        self._calls = {}
+        self._placed = set()
         if span.start == 0:
             self.release(micro_batch)
         with self._running(unit, span, recomputing=False):
             yield
         if span.is_whole:
             return
-        made = {CallKey(layer, call) for layer, calls in self._calls.items() for call in range(calls)}
-        odd = sorted(made ^ set(self._states[micro_batch]))
+        odd = sorted(self._placed ^ set(self._states[micro_batch]))
         if odd:
             raise PlacementError(
                 f"{self.layer_text(odd[0].layer)}: its attention call {odd[0].call} is made for some slices of micro-batch "
@@ -145,6 +147,34 @@ class SliceContext:
         """End the layer; later recomputations of its parts do not tell their position."""
         self._inside = False
 
+    def is_apart(self, form: CallForm, k: torch.Tensor, v: torch.Tensor, *, over_itself: bool) -> bool:
+        """Whether the next attention call reads keys that are no tokens of the sequence, as those of an encoder.
+
+        By chance these may be as many as the slice's tokens: ``over_itself``. Then it was another number in a slice of
+        another length. The inspection begins with two such slices.
+        """
+        if self.layer is None or (self._recomputing and not self._inside):
+            if not over_itself or all(form != apart for _, apart in self._apart):
+                return not over_itself
+            with _beside_checkpoint():
+                return self._holding(*(t[(None,) * (4 - t.dim())] for t in (k, v))) is None
+        key, keys = CallKey(self.layer, self._call), k.shape[-2]
+        if not over_itself and not self._recomputing and self._sizes.get((key, form), keys) == keys:
+            self._apart.add((key, form))
+            self._states[self.micro_batch].pop(key, None)  # of a slice with as many tokens, before this one
+        return not over_itself or (key, form) in self._apart
+
+    def is_new(self, form: CallForm, keys: int) -> bool:
+        """Whether no slice has made the next attention call, which is not causal by itself; notes it."""
+        call = CallKey(-1 if self.layer is None else self.layer, self._call), form
+        is_new = call not in self._sizes
+        self._sizes.setdefault(call, keys)
+        return is_new
+
+    def pass_call(self) -> None:
+        """Count an attention call that needs no buffers."""
+        self._call += 1
+
     def note_call(self, form: CallForm) -> None:
         """Note the form of the next attention call, in a slice of more than one token."""
         if self.layer is not None and not self._recomputing:
@@ -171,9 +201,7 @@ class SliceContext:
         assert self.span is not None
         if not self._recomputing:
             return self._forward_call(k, v)
-        # selective checkpoints refuse operators that the forward pass did not call
-        selective = isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode)
-        with _pop_mode_temporarily() if selective else nullcontext():
+        with _beside_checkpoint():
             return self._recomputed(k, v)
 
     def _forward_call(self, k: torch.Tensor, v: torch.Tensor) -> AttentionState:
@@ -185,7 +213,7 @@ class SliceContext:
             )
         key = CallKey(self.layer, self._call)
         self._call += 1
-        self._calls[key.layer] = self._call
+        self._placed.add(key)
         if span.start == 0:
             states[key] = AttentionState(k, v, span.total, self.compiled)
         state = states.get(key)
@@ -209,12 +237,21 @@ class SliceContext:
             return states[guess]
         # A checkpoint inside a layer recomputes just its own part, in reverse order, without telling its position. But
         # its keys and values equal those in the buffers, bit for bit, and so identify the call.
-        for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
-            if states[key].awaits(k, v, span) and not states[key].differs(k, v, span):
-                self._call = key.call + 1
-                return states[key]
+        key = self._holding(k, v)
+        if key is not None:
+            self._call = key.call + 1
+            return states[key]
         where = "the first layer" if self.layer is None else self.layer_text(self.layer)
         raise self._not_recomputed(f"micro-batch {self.micro_batch}, tokens {span.start} to {span.stop},", where)
+
+    def _holding(self, k: torch.Tensor, v: torch.Tensor) -> CallKey | None:
+        """Return the call whose buffers await these keys and values, the expected one first; None if there is none."""
+        states, span, guess = self._states[self.micro_batch], self.span, (self.layer, self._call)
+        assert span is not None
+        for key in sorted(states, key=lambda key: (key != guess, -key.layer, -key.call)):
+            if states[key].awaits(k, v, span) and not states[key].differs(k, v, span):
+                return key
+        return None
 
     def check_recomputed(self) -> None:
         """Raise :class:`PlacementError` if a layer's recomputation differed; the host waits for the device."""
@@ -262,6 +299,12 @@ class SliceContext:
             if self.span
             else where
         )
+
+
+def _beside_checkpoint() -> AbstractContextManager[Any]:
+    """Context manager without the mode of a selective checkpoint, which refuses operators that the forward pass did not call."""
+    selective = isinstance(_get_current_dispatch_mode(), _CachedTorchDispatchMode)
+    return _pop_mode_temporarily() if selective else nullcontext()
 
 
 def current_span() -> Span | None:

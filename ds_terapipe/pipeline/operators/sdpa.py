@@ -77,19 +77,27 @@ def _mixes_tokens(
         return False
     refuse_compiled(context, query)
     over_itself = query.shape[-2] == span.length and key.shape[-2] == span.length
-    if over_itself and span.length > 1 and (is_causal or mask is not None):
-        context.note_call(CallForm.of(query, key, value, causal=is_causal and mask is None))
-    if over_itself and (is_causal or mask is not None or _is_causal_for_more_tokens(context, query, key, value)):
-        return True
-    if over_itself:
-        raise refuse_model(f"attention that is not causal ({context.describe()})")
-    if is_causal:
+    if is_causal and not over_itself:
         raise PlacementError(
             f"causal attention of {query.shape[-2]} queries over {key.shape[-2]} keys in a slice of {span.length} tokens "
             f"({context.describe()}): it can't be placed"
         )
-    _refuse_packed_heads(context, query, key)
-    return False
+    form = CallForm.of(query, key, value, causal=is_causal and mask is None)
+    if not is_causal:
+        if not over_itself:
+            _refuse_packed_heads(context, query, key)
+        if context.is_apart(form, key, value, over_itself=over_itself):
+            context.pass_call()
+            return False
+    is_new = not is_causal and context.is_new(form, key.shape[-2])
+    if is_causal or mask is not None:
+        if span.length > 1:
+            context.note_call(form)
+        return True
+    # a call that no slice has made may be over other keys, which the next slice says
+    if _is_causal_for_more_tokens(context, query, key, value) or (is_new and span.length > 1):
+        return True
+    raise refuse_model(f"attention that is not causal ({context.describe()})")
 
 
 def _is_causal_for_more_tokens(context: SliceContext, query: Tensor, key: Tensor, value: Tensor) -> bool:

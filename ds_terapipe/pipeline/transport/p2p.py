@@ -21,6 +21,7 @@ import torch.distributed
 from deepspeed import comm as dist
 from torch import Tensor
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.clock import Clock, Waits
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
@@ -173,6 +174,8 @@ class Links:
         self._in: dict[Channel, Receiver] = {}
         self._out: dict[Channel, Sender] = {}
         self._announcements: dict[int, Announcements] = {}
+        # of units with outputs that need no gradient, as they were announced to: whether each of the gradients is needed
+        self._needed: dict[tuple[int, Unit], list[bool]] = {}
         self._known: dict[int, dict[Hashable, BoundarySpec]] = {}  # of each boundary, by what its shapes depend on
         for channel in channels_of(view.placement):
             sender, receiver = ends_of(channel)
@@ -200,6 +203,7 @@ class Links:
             cuts: of each boundary, how its tensors follow the tokens; both ends know it or neither does.
         """
         self._described, self._cuts = described, cuts
+        self._needed.clear()
         if self.waits is not None:
             self.waits.begin()
         for known in self._known.values():  # both ends learn in the same order, so they forget the same
@@ -229,13 +233,12 @@ class Links:
     def send_forward(self, stage: int, unit: Unit, outputs: Tensor | Sequence[Tensor]) -> None:
         """Send a unit's outputs to the next stage. Raises RuntimeError if they differ from the announcement."""
         sender, spec = self._out[Channel(stage, True)], BoundarySpec.of(outputs)
-        if self._spec(stage, unit) is None:
+        known = self._spec(stage, unit)
+        if known is None:
             self._announcements[stage].send(spec)
             self._learn(stage, unit, spec)
-        if self._spec(stage, unit) != spec:
-            raise RuntimeError(
-                f"outputs of {unit} are {spec}, but as those of other units follow the tokens they were {self._spec(stage, unit)}"
-            )
+        elif known != spec:
+            self._needed[stage, unit] = _needed(stage, unit, spec, known)
         sender.send(unit, as_tuple(outputs), f"activations of {unit}")
         if not (torch.is_grad_enabled() and self._placement.goes_backward(stage)):
             # a stage that runs backward keeps its outputs anyway, and its gradients acknowledge them
@@ -262,7 +265,8 @@ class Links:
         """Receive the gradients of those outputs of a unit that need one."""
         gradients = self._in[Channel(stage, False)].take(unit, f"gradients of {unit}")[1]
         self._out[Channel(stage, True)].taken(unit)
-        return gradients
+        needed = self._needed.pop((stage, unit), None)
+        return gradients if needed is None else [each for each, wanted in zip(gradients, needed, strict=True) if wanted]
 
     def close(self) -> None:
         """Drop the groups: over gloo each keeps threads and open files as long as it is referenced."""
@@ -276,6 +280,27 @@ class Links:
             sender.keep(0)
         for announcements in self._announcements.values():
             announcements.finish()
+
+
+def _needed(stage: int, unit: Unit, spec: BoundarySpec, known: BoundarySpec) -> list[bool]:
+    """Return for each gradient that will come back whether an output needs it; outputs were ``known``, and are ``spec``.
+
+    Raises:
+        ConfigError: an output needs a gradient that does not come.
+        RuntimeError: another difference.
+    """
+    pairs = list(zip(spec.tensors, known.tensors, strict=False))
+    if known.single != spec.single or any(a[:2] != b[:2] for a, b in pairs) or len(spec.tensors) != len(known.tensors):
+        raise RuntimeError(
+            f"outputs of {unit} are {spec}, but as those of other units follow the tokens they were {known}"
+        )
+    more = [index for index, (now, before) in enumerate(pairs) if now.needs_grad and not before.needs_grad]
+    if more:
+        raise ConfigError(
+            f"stage {stage}: got output {more[0]} of micro-batch {unit.micro_batch} with requires_grad, and of an earlier one "
+            "without, must have it in the first one or in none, use .detach(), or add 0 times a trained weight"
+        )
+    return [now.needs_grad for now, before in pairs if before.needs_grad]
 
 
 def units(row: Sequence[Action], op: Op, stage: int) -> list[Unit]:
