@@ -43,12 +43,32 @@ def _refuse(given: Any) -> None:
         except (OSError, ValueError):  # accelerate's to explain
             return
     blocks = config if isinstance(config, Mapping) else {}
-    for key in KEYS:
-        if is_on(blocks, key):
-            from .errors import ConfigError
+    found = next((key for key in KEYS if is_on(blocks, key)), None)
+    if found is None and not _changes_batch(blocks.get("scheduler")):
+        return
+    from .errors import ConfigError
 
-            caller = "transformers' Trainer" if "Trainer" in type(given).__name__ else "accelerate"
-            raise ConfigError(
-                f"{key}: got {caller}, which calls a whole model's forward and backward, must be a loop of engine.train_batch, "
-                "use ds_terapipe.hf.pipeline and deepspeed.initialize (docs/how-to/from_trainer.md), or remove the key"
-            )
+    caller = "transformers' Trainer" if "Trainer" in type(given).__name__ else "accelerate"
+    if found is not None:
+        raise ConfigError(
+            f"{found}: got {caller}, which calls a whole model's forward and backward, must be a loop of engine.train_batch, "
+            "use ds_terapipe.hf.pipeline and deepspeed.initialize (docs/how-to/from_trainer.md), or remove the key"
+        )
+    raise ConfigError(
+        f"scheduler.params.phases: got several batch sizes and {caller}, whose batch stays the first, must be your own loop over "
+        'engine.gradient_accumulation_steps() micro-batches, use deepspeed.initialize, or "LambWarmup"'
+    )
+
+
+def _changes_batch(scheduler: Any) -> bool:
+    """Whether a scheduler is ``MixedBatch`` with phases of different batches or micro-batches."""
+    if not isinstance(scheduler, Mapping) or scheduler.get("type") != "MixedBatch":
+        return False
+    params = scheduler.get("params")
+    phases = params.get("phases") if isinstance(params, Mapping) else None
+    sizes, micro = set(), None
+    for phase in phases if isinstance(phases, list) else ():
+        if isinstance(phase, Mapping):
+            micro = phase.get("micro_batch_size") or micro
+            sizes.add(f"{phase.get('batch_size')} {micro}")
+    return len(sizes) > 1

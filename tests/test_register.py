@@ -369,11 +369,14 @@ def test_accelerate_and_trainer_are_refused_as_they_read_our_keys(module, monkey
     monkeypatch.setitem(sys.modules, trainers.MODULE, SimpleNamespace(DeepSpeedPlugin=DeepSpeedPlugin))
     for _ in range(2):
         autoload.load() if imported == "before" else sys.meta_path[0].find_spec("accelerate.data_loader")
-    for given in ({"token_pipeline": {"enabled": False}}, "none", None, object()):
+    phases = ({"params": {"phases": [{"batch_size": 4}, {"batch_size": size}]}} for size in (4, 2))
+    alike, mixed = ({"scheduler": {"type": "MixedBatch", **each}} for each in phases)
+    for given in ({"token_pipeline": {"enabled": False}}, "none", None, object(), alike):
         assert DeepSpeedPlugin(given).done
     (tmp_path / "ours.json").write_text('{"token_pipeline": {"slices": "auto"}}')
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ours.json"))
     trainers_own = type("HfTrainerDeepSpeedConfig", (), {"config": {"elastic_pipeline": {}}})()
-    for given, said in ((None, "token_pipeline: got accelerate"), (trainers_own, "elastic_pipeline: got tr")):
-        with pytest.raises(ConfigError, match=f"^{said}.*hf.pipeline and deepspeed.initialize"):
+    sizes = (mixed, "scheduler.params.phases: got several batch sizes and accelerate")
+    for given, said in ((None, "token_pipeline: got accelerate"), (trainers_own, "elastic_pipeline: got tr"), sizes):
+        with pytest.raises(ConfigError, match=f"^{said}.*deepspeed.initialize"):
             DeepSpeedPlugin(given)

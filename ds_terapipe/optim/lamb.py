@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim import modes, state_dicts, telemetry
@@ -231,6 +232,7 @@ class FusedLamb(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------------- step
 
     @torch.no_grad()
+    @_disable_dynamo  # it makes constants of facts of a step, such as which parameters have a gradient
     def step(
         self,
         closure: Callable[[], Any] | None = None,
@@ -374,11 +376,27 @@ class FusedLamb(torch.optim.Optimizer):
         Raises:
             ConfigError: if it is of other groups, numbers or shapes of parameters. Nothing has been changed then.
         """
-        imported = state_dicts.imported(state_dict, self.param_groups)
-        moments = state_dicts.moments_of(imported, self.param_groups)
-        super().load_state_dict(imported)
-        for parameter, values in moments.items():
-            self.state[parameter].update(values)
+        moments: dict[Tensor, dict[str, Tensor]] = {}
+
+        def convert(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            imported = state_dicts.imported(given, self.param_groups)
+            moments.update(state_dicts.moments_of(imported, self.param_groups))
+            return imported
+
+        def restore(_: Any) -> None:
+            for parameter, values in moments.items():
+                self.state[parameter].update(values)
+
+        # Between the user's hooks: theirs before see the state as it was saved, theirs behind see fp32 moments.
+        handles = (
+            self.register_load_state_dict_pre_hook(convert),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without process groups, monitor and count of skipped steps."""

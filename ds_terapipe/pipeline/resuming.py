@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
 def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``: afterwards the LR is the schedule's, and rank 0 logs differing settings.
+    """Decorate ``load_checkpoint``: rank 0 logs settings that differ.
 
     In nested calls only the outermost does this.
     """
@@ -30,8 +30,6 @@ def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
             found = load(engine, *args, **kwargs)
         finally:
             del engine._resumes
-        if hasattr(engine.lr_scheduler, "take_effect"):
-            engine.lr_scheduler.take_effect()  # ZeRO's states, with their LR, are loaded after the scheduler's
         if engine.global_rank == 0 and engine.global_steps != step:
             _say_settings(engine, before)
             _say_samples(engine)

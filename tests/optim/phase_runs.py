@@ -216,5 +216,9 @@ def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[st
                 break
     found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     found["counted"] = engine.global_samples
+    engine.save_checkpoint(folder, tag="end")
+    engine.lr_scheduler.steps_taken = 0
+    engine.load_checkpoint(folder, tag="end", load_lr_scheduler_states=False)
+    found["restarted"] = engine.get_lr()
     engine.destroy()
     return found

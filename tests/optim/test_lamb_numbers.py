@@ -161,10 +161,11 @@ def test_parameters_without_gradients_are_left_alone(backend: str) -> None:
     alone = [Parameter(parameter.detach().clone()) for parameter in params]
     optimizer = FusedLamb(params, backend=backend)
     single = [FusedLamb([parameter], backend=backend) for parameter in alone]
+    step = torch.compile(optimizer.step, backend="eager")
     for present in ((0,), (0, 1), (1,), (0, 1)):
         for i in range(3):
             params[i].grad = alone[i].grad = torch.randn(50) if i in present else None
-        optimizer.step()
+        step()
         for i in present:
             single[i].step()
     assert [optimizer.state[parameter].get("step") for parameter in params] == [3, 3, None]

@@ -59,7 +59,12 @@ def saved_and_loaded(params: list[Parameter], optimizer: FusedLamb) -> Both:
     file.seek(0)
     fresh = [Parameter(parameter.detach().clone()) for parameter in params]
     other = FusedLamb(groups_of(fresh), max_grad_norm=0.5, backend=optimizer.backend)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    saved, seen = torch.load(file, weights_only=True), []
+    saved["param_groups"].reverse()
+    other.register_load_state_dict_pre_hook(lambda _, given: {**given, "param_groups": given["param_groups"][::-1]})
+    other.register_load_state_dict_post_hook(lambda _: seen.extend(other.state[p]["exp_avg"].dtype for p in fresh))
+    other.load_state_dict(saved)
+    assert seen == [torch.float32] * 3 and len(other._optimizer_load_state_dict_pre_hooks) == 1
     return fresh, other
 
 

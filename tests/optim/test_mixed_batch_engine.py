@@ -110,6 +110,7 @@ def test_every_step_of_a_plain_engine(ranks: Ranks, zero: bool) -> None:
         assert plain["switched"] == list(zip(phases, pieces, strict=True))
         assert plain["counted"] == sum(2 * phase["batch_size"] for _, phase, _ in rows)
         assert not zero or plain["pieces"] == pieces  # ZeRO's own copy
+        assert plain["restarted"] == LRS[:1]  # the schedule's, not that of the optimizer's last step
 
 
 def test_a_plain_engine_equals_training_by_hand_and_resumes_bit_for_bit(ranks: Ranks) -> None:

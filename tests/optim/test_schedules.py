@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,8 +74,11 @@ def test_the_engine_has_the_last_word_on_the_batch_size() -> None:
     schedule = build_scheduler("LambWarmup", PARAMS, {"train_micro_batch_size_per_gpu": 4})(optimizer)
     with pytest.raises(RuntimeError, match="attach"):
         schedule.get_lr()
-    schedule.attach(SimpleNamespace(train_batch_size=lambda: 256))
-    assert optimizer.param_groups[0]["lr"] == close(2e-3 / 5)
+    load = {"load_checkpoint": lambda _: optimizer.param_groups[0].update(lr=0.5)}  # as with ZeRO, behind the scheduler
+    engine = type("Engine", (), {"train_batch_size": lambda _: 256, **load})()
+    for take in (lambda: schedule.attach(engine), lambda: engine.load_checkpoint()):
+        take()
+        assert optimizer.param_groups[0]["lr"] == close(2e-3 / 5)
 
 
 def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:
@@ -87,6 +89,14 @@ def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:
         schedule.step()
     assert [float(group["lr"]) for group in optimizer.param_groups] == close([1e-3, 1e-4, 0.0]) == schedule.get_lr()
     assert optimizer.param_groups[1]["lr"] is held
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.05})
+    lrs_used(optimizer, schedule, 20)
+    loaded = sgd(0.1, 0.01, 0.0, 0.05, default=0.1)
+    loaded.load_state_dict(optimizer.state_dict())
+    for ended in (optimizer, loaded):  # at an LR of zero: a second training begins at the first one's start
+        second = LambWarmup(ended, batch_size=64, **PARAMS)
+        assert second.get_lr() == close([2e-4, 2e-5, 0.0, 1e-4])
+        assert torch.optim.lr_scheduler.LinearLR(ended).base_lrs == close([0.1, 0.01, 0.0, 0.05])
 
 
 def test_resumed_in_an_optimizer_that_was_loaded() -> None:

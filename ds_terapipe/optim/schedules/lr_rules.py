@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ds_terapipe.overrides import override
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +60,20 @@ class Schedule:
     """An LR schedule as DeepSpeed drives one: ``step()`` after every optimiser step that was not skipped.
 
     The LR of the first step is set at construction. A parameter group whose own ``lr`` differs from the optimizer's keeps
-    that proportion: a group given a tenth of it gets a tenth of the schedule's LR.
+    that proportion: a group given a tenth of it gets a tenth of the schedule's LR. The own ``lr`` stays in the group as
+    ``initial_lr``, as with PyTorch's schedulers, for a schedule that follows this one or a state that is loaded before.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
         self.steps_taken = 0
-        self._scales = _proportions(optimizer)
+        groups = optimizer.param_groups
+        self._common = float(
+            getattr(optimizer, "defaults", {}).get("lr", 0.0) or (_own_lr(groups[0]) if groups else 0.0)
+        )
+        self._scales: list[float] = []
         self._told = False
+        self._proportions()
 
     @property
     def total_steps(self) -> int:
@@ -78,6 +86,13 @@ class Schedule:
 
     def attach(self, engine: Any) -> None:
         """Called once, after ``deepspeed.initialize``, with the engine that steps this schedule."""
+        override(engine, "load_checkpoint", self._loading)
+
+    def _loading(self, engine: Any, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint; its optimizer's LR, which ZeRO loads last, gives way to the schedule's."""
+        found = load(*args, **kwargs)
+        self.take_effect()
+        return found
 
     def step(self) -> None:
         """One optimiser step was taken: set the LR of the next one."""
@@ -90,7 +105,7 @@ class Schedule:
     def get_lr(self) -> list[float]:
         """The LR of each parameter group for the next step."""
         lr = self.lr_at(self.steps_taken)
-        return [lr * scale for scale in self._scales]
+        return [lr * scale for scale in self._proportions()]
 
     def get_last_lr(self) -> list[float]:
         """Return :meth:`get_lr`, under the name of PyTorch's schedulers."""
@@ -98,7 +113,11 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the proportions of the groups; plain Python values."""
-        return {"schedule": type(self).__name__, "steps_taken": self.steps_taken, "lr_scales": list(self._scales)}
+        return {
+            "schedule": type(self).__name__,
+            "steps_taken": self.steps_taken,
+            "lr_scales": list(self._proportions()),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go to the position in ``state``; the form of the schedule comes from the configuration.
@@ -112,7 +131,7 @@ class Schedule:
                 f"the checkpoint's LR scheduler is {found}, not {type(self).__name__}: "
                 "use load_checkpoint(..., load_lr_scheduler_states=False) to restart the schedule"
             )
-        if len(state["lr_scales"]) != len(self._scales):
+        if len(state["lr_scales"]) != len(self._proportions()):
             raise ValueError(
                 f"the checkpoint's LR scheduler has {len(state['lr_scales'])} parameter groups, the optimizer has "
                 f"{len(self._scales)}: use load_checkpoint(..., load_lr_scheduler_states=False)"
@@ -130,8 +149,14 @@ class Schedule:
             else:
                 group["lr"] = lr
 
+    def _proportions(self) -> list[float]:
+        """Return the groups' proportions; groups that were added since the last call bring theirs."""
+        for group in self.optimizer.param_groups[len(self._scales) :]:
+            if self._common > 0:
+                group.setdefault("initial_lr", float(group["lr"]))
+            self._scales.append(_own_lr(group) / self._common if self._common > 0 else 1.0)
+        return self._scales
 
-def _proportions(optimizer: Any) -> list[float]:
-    lrs = [float(group["lr"]) for group in optimizer.param_groups]
-    common = float(getattr(optimizer, "defaults", {}).get("lr", 0.0) or (lrs[0] if lrs else 0.0))
-    return [lr / common if common > 0 else 1.0 for lr in lrs]
+
+def _own_lr(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group["lr"]))

@@ -109,6 +109,7 @@ class LambWarmup(Schedule):
 
     def attach(self, engine: Any) -> None:
         """Take the batch size from the engine."""
+        super().attach(engine)
         self.ramp = self.ramp_at(self._params, engine.train_batch_size())
         self.take_effect()
 

@@ -144,6 +144,7 @@ class MixedBatch(Schedule):
             self._loaders.append(TrainingLoader(engine.training_dataloader))
         Job.current().together(self._require_all)
         self._enter(self.phase_index)
+        super().attach(engine)
         override(engine, "train_batch" if _is_pipeline(engine) else "step", self._switching)
 
     def register_dataset(self, dataset: Any) -> None:
