@@ -67,12 +67,10 @@ def train(
     saves, progress, aim = where / "checkpoints", where / f"{name}.{rank}.progress", aims.get(rank)
     torch.manual_seed(SEED)
     engine = engine_of(
-        replace(CASE, precision=precision),
-        training_data=Texts(SAMPLES),
-        token_pipeline={"slices": CASE.slices, "timeout_s": ENDS_WITHIN_S},
-        module={"seed_layers": False},
+        replace(CASE, precision=precision), training_data=Texts(SAMPLES),
+        token_pipeline={"slices": CASE.slices, "timeout_s": ENDS_WITHIN_S}, module={"seed_layers": False},
         config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
-    )
+    )  # fmt: skip
     type(engine._layer_times).costs = lambda self: None  # else stages are cut by times, which other work on the machine changes
     note(progress, "built")
     engine.load_checkpoint(str(saves))

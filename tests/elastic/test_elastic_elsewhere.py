@@ -156,14 +156,11 @@ def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str
     for precision in TENSOR:
         module, data = build(TENSOR[precision], tensor=each, stages=each), batches(seed=3)
         config = {
-            "train_batch_size": 2 * MICRO_BATCH,
-            "train_micro_batch_size_per_gpu": MICRO_BATCH,
+            "train_batch_size": 2 * MICRO_BATCH, "train_micro_batch_size_per_gpu": MICRO_BATCH,
             "zero_allow_untested_optimizer": True,
             "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}},
-            "elastic_pipeline": Case("", "", each, ((1, 1), (2, 3)), ()).elastic(),
-            **PRECISIONS[precision],
-            **UNIVERSAL,
-        }
+            "elastic_pipeline": Case("", "", each, ((1, 1), (2, 3)), ()).elastic(), **PRECISIONS[precision], **UNIVERSAL,
+        }  # fmt: skip
         engine = ds_terapipe.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
         steps = [[next(data), next(data)] for _ in range(STEPS)]
         if saves:

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Action, str]] = {
     "no scale": (lambda o: o.step(grad_scale=0.0), "got grad_scale"),
     "state of more groups": (load([[(4, 3)], [(5,)]]), "^optimizer: got "),
     "state of other shapes": (load([[(4, 3), (6,)]]), "^optimizer: got "),
-    "a clamp upside down": (lambda o: made([], min_coeff=5.0, max_coeff=2.0), "min_coeff: got 5.0, must be at most max_coeff, 2.0"),
+    "a clamp upside down": (lambda o: made([], min_coeff=5.0, max_coeff=2.0), "coeff: got 5.0, must be at most max_coeff, 2.0"),
     "no moment": (load(exp_avg=None), "^optimizer: got "),
     # ZeRO steps one group after another; the norm of one is not the norm of all
     "clipping": (lambda o: vars(o).update(max_grad_norm=1.0, param_groups=[]) or o.step(), "m: got 1.0 .*gradient_clipping"),

@@ -32,11 +32,9 @@ SCALE = 128.0  # of an fp16 loss
 LAYER_COSTS = LayerTimes.costs
 END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
-    **training.PRECISIONS,
-    "fp64": {},
-    "bf16 at once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
+    **training.PRECISIONS, "fp64": {}, "bf16 at once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
-}
+}  # fmt: skip
 SHARED = "shared by two ranks"
 UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4), SHARED: (4, 2, 6, 2, 2)}
 
@@ -118,17 +116,13 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 LAMB = {"lr": 4e-3, "weight_decay": 0.1, "eps": 1e-4}
 PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, **SGD),
-    "adamw": adamw,
-    "instance": adamw,
+    "sgd": lambda parameters: torch.optim.SGD(parameters, **SGD), "adamw": adamw, "instance": adamw,
     "lamb": lambda parameters: FusedLamb(parameters, **LAMB),
-}
+}  # fmt: skip
 GIVEN: dict[str, Any] = {
-    "sgd": {"type": "SGD", "params": SGD},
-    "adamw": lambda parameters: adamw(list(parameters)),
-    "instance": adamw,
+    "sgd": {"type": "SGD", "params": SGD}, "adamw": lambda parameters: adamw(list(parameters)), "instance": adamw,
     "lamb": {"type": "FusedLamb", "params": LAMB},
-}
+}  # fmt: skip
 
 
 def falling(optimizer: torch.optim.Optimizer) -> Any:
