@@ -79,6 +79,10 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     assert plan.about["model"] == "model" and plan.memory[0].fixed > 0
     simulated = figures(capsys, "simulate", "--plan", target, *shape)
     assert simulated["predicted_step_s"] == pytest.approx(plan.step_s, rel=1e-12)
+    turned = figures(capsys, "simulate", "--compare", *shape, *SMALL, *more[:4], "--schedule", "interleaved")["schedules"]
+    alone = figures(capsys, "simulate", *shape, *SMALL, *more[:4], "--slices", 1, "--schedule", "1f1b")
+    assert turned[0]["predicted_step_s"] == alone["predicted_step_s"]  # DeepSpeed's has one stage on each place
+    assert [row["schedule"] for row in turned].count("interleaved") == 2  # without slices, and with some
     assert simulated["slices"] == list(plan.slices) and simulated["bubble"] == pytest.approx(plan.bubble)
     assert [use["total"] for use in simulated["memory_bytes"]] == [use.total for use in plan.memory]
 
@@ -96,6 +100,10 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     found = figures(capsys, *arguments, *other)
     assert (found["sequences"], found["micro_batches"], found["schedule"]) == (1, 4, "terapipe")
     assert found["memory_limit_bytes"] == 5e9
+    config = written(tmp_path / "v.json", {**sizes, "token_pipeline": {"slices": 4, "stages_per_place": 2, "placement": "v"}})
+    for command, schedule in (("plan", "searched"), ("simulate", "interleaved")):
+        found = figures(capsys, command, "--ds-config", config, *arguments[3:])
+        assert (found["schedule"], found["stages"]) == (schedule, 4)
 
 
 @pytest.mark.parametrize(("sizes", "replicas", "expected"), [
@@ -162,6 +170,8 @@ def test_unit_costs_have_the_closed_form(tmp_path, capsys):
     events = read(trace)
     assert max(event.end for event in events) == pytest.approx(found["predicted_step_s"], abs=1e-5)
     assert len([event for event in events if event.kind == Op.FORWARD.value]) == 4 * 3 * 8
+    found = figures(capsys, *arguments[:-1], "interleaved")  # two stages on each place halve what is not at work
+    assert found["predicted_step_s"] == pytest.approx(3 * 3 + 3 * 3 / 8 / 2) and found["per_stage"][0]["live_sequences"] < 2
     lengths = figures(capsys, "simulate", "--stages", 2, "--slices", "128x2,64")
     assert lengths["slices"] == [128, 128, 64] and lengths["seq_length"] == 320
 
@@ -217,6 +227,8 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
     ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
+    ("simulate --schedule interleaved --stages 1", '--schedule: got "interleaved", must be another one on a single stage'),
+    ("plan --schedule interleaved --stages 3 --model {model}", '--schedule: got "2 stages on a place", must be a divisor of the'),
     ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
     ("simulate --trace {model}/x.json", "--trace: cannot write"),
 ])  # fmt: skip
