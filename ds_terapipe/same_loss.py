@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .names import KEYS, SAME_LOSS
+from .names import KEYS, SAME_LOSS, is_on
 
 
 class Asked(NamedTuple):
@@ -40,9 +40,12 @@ def initialize(
         args, kwargs: its arguments.
 
     Raises:
-        ConfigError: the engine has no ``train_batch``.
+        ConfigError: neither block is on, so that both runs would be the same; the engine has no ``train_batch``.
     """
     asked = Asked(*json.loads(os.environ[SAME_LOSS]))
+    if config is not None and not any(is_on(config, key) for key in KEYS):
+        names = " and ".join(KEYS)
+        raise ConfigError(f'same-loss: got a launch without {names}, must have one of them, use e.g. "{KEYS[0]}": {{}}')
     if config is None or asked.keys:
         result = inner(*args, **kwargs)
     else:

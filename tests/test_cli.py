@@ -54,8 +54,9 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
     ("lines.jsonl", "old", "lines.jsonl:2, another value", ()),
     ("keys.jsonl", "old", "--json-keys: got body, no key of {}/keys.jsonl:1, must be", ("--json-keys", "body")),
     ("keys.jsonl", "old", "--json-keys: got text, no text of {}/keys.jsonl:2, must be", ()),
-    ("half.jsonl", "old", "half.jsonl:1, half a surrogate pair in text", ()),
+    ("half.JSONL", "old", "half.JSONL:1, half a surrogate pair in text", ()),
     ("text.txt", "old", "--tokenizer: got {}/text.txt (", ("--tokenizer", "{}/text.txt")),
+    ("text.txt", "old", "--tokenizer: got {}/words.json (WordLevel error: Missing", ("--tokenizer", "{}/words.json")),
     ("text.txt", "old", "--workers: got 0, must be a positive number", ("--workers", 0)),
     ("text.txt", "old", "--append-eod: got it beside", ("--append-eod", "--split-sentences")),
 ])  # fmt: skip
@@ -63,8 +64,9 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, gi
     monkeypatch.setattr(texts, "PIECE", 20)
     for name, content in {
         "blank.txt": "", "text.txt": "text", "lines.jsonl": '{"text": "one"}\n[]\n',
-        "broken.jsonl": '{"text": "one"}\n\n{"text": "two"}\n{"text": "th', "half.jsonl": '{"text": "\\ud800"}',
+        "broken.jsonl": '{"text": "one"}\n\n{"text": "two"}\n{"text": "th', "half.JSONL": '{"text": "\\ud800"}',
         "keys.jsonl": '{"text": "one"}\n{"text": 2}\n',
+        "words.json": '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}',
     }.items():  # fmt: skip
         (tmp_path / name).write_text(content)
     (tmp_path / "old.bin").write_bytes(b"old")
@@ -72,8 +74,7 @@ def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, gi
     status, _, err = prepared(capsys, tmp_path / given, tmp_path / prefix, *arguments)
     assert status == 1 and err.startswith("ds_terapipe prepare-data: error: ")
     assert message.replace("{}", str(tmp_path)) in err and err.count("\n") == 1
-    assert not list(tmp_path.glob("out/*")) and (tmp_path / "old.bin").read_bytes() == b"old"
-    assert not list(tmp_path.glob("*.tmp"))
+    assert not [*tmp_path.glob("out/*"), *tmp_path.glob("*.tmp")] and (tmp_path / "old.bin").read_bytes() == b"old"
 
 
 def test_every_commands_help_has_an_example_and_figures_can_be_had_as_json(capsys):

@@ -122,15 +122,13 @@ def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
     assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *config(-1))
 
 
-FROZEN = {"places": [0, 1], "boundaries": [0, 2, 4], "forward_only": 1}
-
-
 @pytest.mark.parametrize(("change", "arguments", "message"), [
     ({}, "--frozen 4,x", '--frozen: got "4,x", must be a positive number of entries of the layer list, or several'),
     ({}, "--frozen 4", "--frozen: got 4, must be at most 3 entries"),
     ({}, "--frozen 2 --seq-length 32", "--seq-length: got 32, must be what the layers of"),
     ({"layers": None}, "--frozen 2", "costs.json: layers: missing, must be the seconds of single layers, use --model"),
-    ({"measured_on": {"placement": FROZEN}}, "--frozen 2", "costs.json: placement: got stages that only go forward, must"),
+    ({"measured_on": {"placement": {"places": [0, 1], "boundaries": [0, 2, 4], "forward_only": 1}}}, "--frozen 2",
+     "costs.json: placement: got stages that only go forward, must"),
 ])  # fmt: skip
 def test_bad_arguments_and_measurements_of_no_use_are_one_line(capsys, measured, change, arguments, message):
     written(measured[2], {**json.loads(measured[2].read_text()), **change})

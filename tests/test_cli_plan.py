@@ -79,6 +79,10 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     assert plan.about["model"] == "model" and plan.memory[0].fixed > 0
     simulated = figures(capsys, "simulate", "--plan", target, *shape)
     assert simulated["predicted_step_s"] == pytest.approx(plan.step_s, rel=1e-12)
+    turned = figures(capsys, "simulate", "--compare", *shape, *SMALL, *more[:4], "--schedule", "interleaved")["schedules"]
+    alone = figures(capsys, "simulate", *shape, *SMALL, *more[:4], "--slices", 1, "--schedule", "1f1b")
+    # without slices, and with some; DeepSpeed's has one stage on each place
+    assert sum(row["schedule"] == "interleaved" for row in turned) == 2 and turned[0]["bubble"] == alone["bubble"]["total"]
     assert simulated["slices"] == list(plan.slices) and simulated["bubble"] == pytest.approx(plan.bubble)
     assert [use["total"] for use in simulated["memory_bytes"]] == [use.total for use in plan.memory]
 
@@ -94,8 +98,10 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert all(length % 64 == 0 for length in found["slices"])
     other = ["--sequences", 4, "--micro-batches", 4, "--schedule", "terapipe", "--memory-gb", 5]
     found = figures(capsys, *arguments, *other)
-    assert (found["sequences"], found["micro_batches"], found["schedule"]) == (1, 4, "terapipe")
-    assert found["memory_limit_bytes"] == 5e9
+    assert [found[name] for name in ("sequences", "micro_batches", "schedule", "memory_limit_bytes")] == [1, 4, "terapipe", 5e9]
+    config = written(tmp_path / "v.json", {**sizes, "token_pipeline": {"slices": 4, "stages_per_place": 2, "placement": "v"}})
+    found = [figures(capsys, command, "--ds-config", config, *arguments[3:]) for command in ("plan", "simulate")]
+    assert [(each["schedule"], each["stages"]) for each in found] == [("searched", 4), ("interleaved", 4)]
 
 
 @pytest.mark.parametrize(("sizes", "replicas", "expected"), [
@@ -106,8 +112,7 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
 def test_deepspeeds_batch_sizes_are_read(tmp_path, capsys, sizes, replicas, expected):
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = {name: size for name, size in zip(names, sizes, strict=True) if size}
-    path = written(tmp_path / "ds_config.json", given)
-    found = figures(capsys, "simulate", "--ds-config", path, "--stages", 2, *replicas)
+    found = figures(capsys, "simulate", "--ds-config", written(tmp_path / "ds_config.json", given), "--stages", 2, *replicas)
     assert (found["sequences"], found["micro_batches"]) == expected
 
 
@@ -134,15 +139,12 @@ def test_boundaries_from_measured_layers(capsys, measured):
 
 def test_measurements_are_planned_by(capsys, measured, tmp_path):
     found = figures(capsys, "plan", "--measured", measured, "--sequences", 4, "--memory-gb", 1)
-    assert (found["stages"], found["seq_length"], found["micro_batches"]) == (2, 512, 4)
+    assert (found["stages"], found["seq_length"], found["micro_batches"], found["about"]["ranks"]["pipe"]) == (2, 512, 4, 2)
     assert found["overhead_s"] == 0.25 and not found["weights_once"] and found["stage_layers"] is None
-    assert found["about"]["ranks"]["pipe"] == 2
     data = json.loads(measured.read_text())
     data["measured_on"]["memory_limit_bytes"] = 2e9
-    limited = figures(capsys, "plan", "--measured", written(tmp_path / "limited.json", data))
-    assert limited["memory_limit_bytes"] == 2e9
-    block = {"slices": "auto", "measurements_path": str(measured)}
-    config = written(tmp_path / "with_path.json", {"token_pipeline": block})
+    assert figures(capsys, "plan", "--measured", written(tmp_path / "limited.json", data))["memory_limit_bytes"] == 2e9
+    config = written(tmp_path / "with_path.json", {"token_pipeline": {"slices": "auto", "measurements_path": str(measured)}})
     again = figures(capsys, "plan", "--ds-config", config, "--sequences", 4, "--memory-gb", 1)
     assert again["predicted_step_s"] == found["predicted_step_s"]
 
@@ -162,6 +164,8 @@ def test_unit_costs_have_the_closed_form(tmp_path, capsys):
     events = read(trace)
     assert max(event.end for event in events) == pytest.approx(found["predicted_step_s"], abs=1e-5)
     assert len([event for event in events if event.kind == Op.FORWARD.value]) == 4 * 3 * 8
+    found = figures(capsys, *arguments[:-1], "interleaved")  # two stages on each place halve what is not at work
+    assert found["predicted_step_s"] == pytest.approx(3 * 3 + 3 * 3 / 8 / 2) and found["per_stage"][0]["live_sequences"] < 2
     lengths = figures(capsys, "simulate", "--stages", 2, "--slices", "128x2,64")
     assert lengths["slices"] == [128, 128, 64] and lengths["seq_length"] == 320
 
@@ -217,6 +221,8 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
     ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
+    ("simulate --schedule interleaved --stages 1", '--schedule: got "interleaved", must be another one on a single stage'),
+    ("plan --schedule interleaved --stages 3 --model {model}", '--schedule: got "2 stages on a place", must be a divisor of the'),
     ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
     ("simulate --trace {model}/x.json", "--trace: cannot write"),
 ])  # fmt: skip

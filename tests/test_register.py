@@ -189,6 +189,7 @@ assert kind(engine(deepspeed.initialize, KEY)) == OURS and deepspeed.initialize.
 @pytest.mark.parametrize(("keys", "kind"), [(True, "OURS"), (False, "DEEPSPEED")])
 def test_losses_are_recorded_with_our_keys_and_without_and_then_the_launch_ends(keys, kind, tmp_path):
     run(HOOK + f"""
+assert "without token_pipeline" in raised(engine, initialize, {{}})[1]
 result = engine(initialize, {{"token_pipeline": {{"slices": 1}}}}, "args")
 assert kind(result) == {kind}
 while True:

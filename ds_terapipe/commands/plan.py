@@ -11,11 +11,10 @@ from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
-from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, read_inputs
-from ds_terapipe.commands.planning.several import choose_placed, placed
+from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan
+from ds_terapipe.commands.planning.several import choose_placed, placed, read_placed, unplaced
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.plan.stages import describe, partition
 
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
         plan_frozen(options)
         return
     with progress("reading"):
-        inputs = read_inputs(options)
+        inputs = read_placed(options)
     with progress("planning"):
         found = choose_placed(inputs, options.search)
     if options.output:
@@ -65,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     with progress("comparing with other stages, micro-batches and parallelism"):
         stage_lines, stages = _stage_advice(inputs, found)
         batch_lines, batches = _batch_advice(inputs, found)
-        alternatives, why_not = alternatives_to(inputs)
+        alternatives, why_not = alternatives_to(unplaced(inputs) or inputs)
     said = verdicts(inputs, found.step_s, len(found.slices) > 1, alternatives, why_not)
     written = [f"written to {options.output}"] if options.output else []
     lines = [*inputs.lines, *found.lines(), *stage_lines, *batch_lines, *said, *written]
@@ -124,8 +123,9 @@ def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str
     plans = []
     for size in sorted(kept):
         request = replace(inputs.request, micro_batches=total // size, memory=inputs.source.memory(size))
+        other = placed(replace(inputs, sequences=size, request=request, parts=None), request.placement)
         with contextlib.suppress(ConfigError):  # it does not fit
-            plans.append(choose(inputs.source.cost(size), request))
+            plans += [] if other is None else [choose_plan(other)]
     plans = sorted([*plans, found], key=lambda each: each.step_s)
     lines = [f"micro-batches for {total} sequences in a step, fastest first:"]
     for each in plans:

@@ -7,25 +7,25 @@ import re
 from typing import Any
 
 from ds_terapipe.commands.output import show
-from ds_terapipe.commands.planning.alternatives import panel
+from ds_terapipe.commands.planning.alternatives import chunks_of, panel
 from ds_terapipe.commands.planning.compare import compare
 from ds_terapipe.commands.planning.inputs import (
     AUTO,
     Inputs,
     add_inputs,
     choose_plan,
-    read_inputs,
     shown_time,
     unwritable,
     write_text,
 )
-from ds_terapipe.commands.planning.several import placed
+from ds_terapipe.commands.planning.several import read_placed
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
 from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
 from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Panel, Schedule, timelines_svg
+from ds_terapipe.schedule.orders import INTERLEAVED
 from ds_terapipe.tracing.chrome import events_of, write
 
 EXAMPLE = """\
@@ -77,9 +77,7 @@ def run(options: argparse.Namespace) -> None:
     if lengths is not None and options.seq_length is None and len(lengths) > 1:
         options.seq_length = sum(lengths)
     with progress("reading"):
-        inputs = read_inputs(options, unit_costs=True, plan=given)
-        if given is not None and given.placement is not None and inputs.request.placement is None:
-            inputs = placed(inputs, given.placement) or inputs
+        inputs = read_placed(options, unit_costs=True, plan=given)
     slices = given.slices if given else named_lengths(inputs, options.slices)
     if options.compare:
         with progress("comparing"):
@@ -149,8 +147,10 @@ def _chosen(
         return best.runs, best.slices
     if given is not None and options.schedule in (None, AUTO):
         return given.runs, slices
-    schedule = inputs.request.schedule
-    return DEFAULT_SCHEDULE if schedule == AUTO else schedule, slices
+    schedule, config = inputs.request.schedule, inputs.config
+    several = inputs.request.placement is not None and config is not None and config.stages_per_place > 1
+    default = INTERLEAVED.name if several else DEFAULT_SCHEDULE
+    return default if schedule == AUTO else schedule, slices
 
 
 def _one(
@@ -159,6 +159,7 @@ def _one(
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
     found = request.times(inputs.cost).simulate(schedule, slices)
+    share = inputs.sequences / chunks_of(request.placement)
     memory = request.memory_of(schedule, slices)
     if trace is not None:
         about = {"schedule": str(schedule), "slices": list(slices), "costs": inputs.source.text}
@@ -179,8 +180,8 @@ def _one(
                 "stage": stage,
                 **{f"{name}_s": getattr(result, name) for name in _PARTS},
                 "live_units": result.peak_units,
-                "live_tokens": result.peak_tokens * inputs.sequences,
-                "live_sequences": result.peak_tokens / request.seq_length * inputs.sequences,
+                "live_tokens": result.peak_tokens * share,
+                "live_sequences": result.peak_tokens / request.seq_length * share,
             }
             for stage, result in enumerate(found.places)
         ],
@@ -191,7 +192,7 @@ def _one(
 
 
 def _lines(inputs: Inputs, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
-    shown = shown_time(inputs.units)
+    shown, where = shown_time(inputs.units), "stage" if inputs.request.placement is None else "place"
     bubble = data["bubble"]
     parts = ", ".join(f"{name} {bubble[name]:.1%}" for name in ("fill", "imbalance", "messages"))
     after = f", {shown(data['overhead_s'])} of it after the last action" if data["overhead_s"] else ""
@@ -199,13 +200,13 @@ def _lines(inputs: Inputs, data: dict[str, Any], memory: tuple[MemoryUse, ...]) 
         *inputs.lines,
         f"schedule: {data['schedule']}, {compact(data['slices'])} tokens",
         f"step {shown(data['predicted_step_s'])}{after}; bubble {bubble['total']:.1%} ({parts})",
-        f"{'stage':>5}" + "".join(f"{name:>12}" for name in _PARTS) + f"{'live seqs':>11}{'live tokens':>13}",
+        f"{where:>5}" + "".join(f"{name:>12}" for name in _PARTS) + f"{'live seqs':>11}{'live tokens':>13}",
     ]
     for row in data["per_stage"]:
         cells = "".join(f"{shown(row[f'{name}_s']):>12}" for name in _PARTS)
-        lines.append(f"{row['stage']:>5}{cells}{row['live_sequences']:>11.2f}{row['live_tokens']:>13}")
+        lines.append(f"{row['stage']:>5}{cells}{row['live_sequences']:>11.2f}{row['live_tokens']:>13.0f}")
     limit = inputs.request.memory_gb
-    lines += [line[2:] for line in memory_lines(memory, None if limit is None else limit * GIGABYTE, "stage")]
+    lines += [line[2:] for line in memory_lines(memory, None if limit is None else limit * GIGABYTE, where)]
     if limit is not None and max((gigabytes(use.total) for use in memory), default=0.0) > limit:
         lines.append("  does not fit")
     return lines

@@ -83,6 +83,11 @@ class Placement:
         """Two stages on each place, there and back: stage s on place s, then on place 2 ``places`` - 1 - s."""
         return cls.of([*range(places), *reversed(range(places))], boundaries, forward_only)
 
+    @classmethod
+    def named(cls, name: str, places: int, each: int) -> Placement:
+        """``each`` stages on each of ``places`` places, by the name that ``token_pipeline.placement`` gives them."""
+        return cls.v(places) if name == "v" and each > 1 else cls.interleaved(places, each)
+
     @property
     def places(self) -> int:
         """Number of places, which is the number of a grid's rows."""

@@ -146,6 +146,11 @@ def whole_sequences(inputs: Inputs) -> bool:
     return longest is None or inputs.request.seq_length <= longest
 
 
+def chunks_of(placement: Placement | None) -> int:
+    """Return the parts of a device's layers: as many as it has stages."""
+    return 1 if placement is None else len(placement.stages) // placement.places
+
+
 def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | None) -> Panel:
     """Return the picture of a step, in milliseconds where costs are seconds."""
     scale = 1.0 if inputs.units else 1e3
@@ -178,7 +183,6 @@ def _row(
     placement: Placement | None,
 ) -> Row:
     request = inputs.request
-    chunks = 1 if placement is None else len(placement.stages) // placement.places
-    live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks * inputs.sequences
+    live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks_of(placement) * inputs.sequences
     fits = peak is None or request.memory_gb is None or peak <= request.memory_gb * GIGABYTE
     return Row(kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement)

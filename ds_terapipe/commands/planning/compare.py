@@ -16,12 +16,12 @@ from ds_terapipe.commands.planning.alternatives import (
     whole_sequences,
 )
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, shown_time
-from ds_terapipe.commands.planning.several import placements
+from ds_terapipe.commands.planning.several import placements, unplaced
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import NAMES, SEARCHED, Panel, Schedule, schedule_named
+from ds_terapipe.schedule import SEARCHED, Panel, Placement, Schedule, names_on, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -38,16 +38,18 @@ def compare(
     Returns:
         The printed lines, their figures, and a panel for each schedule.
     """
-    request = inputs.request
-    alternatives, why_not = alternatives_to(inputs)
+    request, plain = inputs.request, unplaced(inputs)
+    alternatives, why_not = alternatives_to(plain or inputs)
     rows = []
     if whole_sequences(inputs):
-        rows.append(row(inputs, "DeepSpeed's 1F1B, unsliced", UNSLICED, (request.seq_length,)))
+        title = "1F1B, unsliced" if plain is None else "DeepSpeed's 1F1B, unsliced"
+        rows.append(row(plain or inputs, title, UNSLICED, (request.seq_length,)))
     rows += [each for each in alternatives if each.kind == "interleaved"]
     sliced = []
-    for schedule in NAMES:
+    for schedule in names_on(request.placement or Placement.plain(request.stages)):
         lengths = slices or _best_slices(inputs, schedule)
-        sliced.append(row(inputs, f"{schedule_named(schedule).title}, {len(lengths)} slices", schedule, lengths))
+        title = schedule_named(schedule).title or f"slice-level {schedule}"
+        sliced.append(row(inputs, f"{title}, {len(lengths)} slices", schedule, lengths))
     sliced += _placed(inputs, slices, search_s)
     rows += sliced
     best = min(sliced, key=lambda each: (not each.fits, each.step_s))

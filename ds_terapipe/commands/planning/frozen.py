@@ -61,6 +61,8 @@ def plan_frozen(options: argparse.Namespace) -> None:
         most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
         tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
     lines = [*inputs.lines, f"layer list: {entries.text}; slices: {compact(lengths)}"]
+    if inputs.config is not None and inputs.config.stages_per_place > 1:
+        lines.append("stages_per_place is not counted: shapes have one stage on each place here")
     if not entries.knows_bytes:
         unknown = "not known from these costs: what replicas add up, and memory"
         lines.append(unknown if limit is None else f"{unknown}, so memory_gb is no limit")

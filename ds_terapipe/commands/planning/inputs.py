@@ -21,7 +21,7 @@ from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load
 from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.plan.stages import even_layers, read_layers
-from ds_terapipe.schedule import NAMES
+from ds_terapipe.schedule import SCHEDULES
 
 if TYPE_CHECKING:
     from ds_terapipe.config import TokenPipelineConfig
@@ -43,6 +43,7 @@ class Inputs:
         slices: of the configuration: a number, lengths, or ``auto``.
         notes: notes on defaults.
         cuts: False: there is a configuration, and no block ``token_pipeline`` in it.
+        config: that block.
         parts: costs of several stages on each place; None: those of the source.
     """
 
@@ -52,6 +53,7 @@ class Inputs:
     slices: int | tuple[int, ...] | str
     notes: tuple[str, ...]
     cuts: bool = True
+    config: TokenPipelineConfig | None = None
     parts: Cost | None = None
 
     @property
@@ -112,7 +114,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--sequences", type=int, metavar="B", help="sequences of one replica in a step")
     shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of one replica in a step")
     shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {SEQ_LENGTH})")
-    shape.add_argument("--schedule", choices=(AUTO, *NAMES), help="schedule to use (default: auto, the fastest)")
+    help_ = "schedule to use (default: auto, the fastest); interleaved has two stages on each place unless costs or keys say more"
+    shape.add_argument("--schedule", choices=(AUTO, *SCHEDULES), help=help_)
     shape.add_argument(
         "--granularity", type=int, metavar="TOKENS", help="divisor of the lengths of unequal slices (default: 8)"
     )
@@ -190,6 +193,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         tuple(slices) if isinstance(slices, list) else slices,
         notes=tuple(given.notes),
         cuts=data is None or config is not None,
+        config=config,
     )
 
 
@@ -333,8 +337,7 @@ class _Given(NamedTuple):
 
     def _analytic(self, stages: int | None, notes: list[str]) -> Analytic:
         options = self.options
-        model = load_model(options.model)
-        cluster = load_cluster(options.cluster or CLUSTER)
+        model, cluster = load_model(options.model), load_cluster(options.cluster or CLUSTER)
         if options.cluster is None:
             notes.append(f"--cluster is not given: {CLUSTER}")
         if options.stage_layers is not None:

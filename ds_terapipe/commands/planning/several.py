@@ -2,14 +2,62 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 from ds_terapipe.commands.planning.cost_sources import Measured, chunked
-from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, read_inputs
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.improve import GAIN
+from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Option, Plan, seconds_text
 from ds_terapipe.schedule import Placement
+from ds_terapipe.schedule.orders import INTERLEAVED
+
+
+def read_placed(options: argparse.Namespace, unit_costs: bool = False, plan: Plan | None = None) -> Inputs:
+    """Read the inputs on the placement that the plan, the configuration or ``--schedule interleaved`` asks for.
+
+    Raises:
+        ConfigError: as `read_inputs`; the costs do not know the stages of that placement.
+    """
+    inputs = read_inputs(options, unit_costs, plan)
+    asked, present = _asked(inputs, plan), inputs.request.placement
+    if asked is None or placement_text(asked) == placement_text(present):
+        return inputs
+    found = placed(inputs, asked) if present is None else None
+    if found is None:
+        key = (
+            "--plan"
+            if plan is not None
+            else "--schedule"
+            if inputs.config is None
+            else "token_pipeline.stages_per_place"
+        )
+        if isinstance(inputs.source, Measured):
+            rule = f"as {inputs.source.path} was measured, {placement_text(present)}"
+            raise bad_value(key, placement_text(asked), rule, "another --measured")
+        each = len(asked.stages) // asked.places
+        rule = "a divisor of the layers of each of --stage-layers, " + ",".join(
+            map(str, getattr(inputs.source, "layers", ()))
+        )
+        raise bad_value(key, f"{each} stages on a place", rule, "other --stages")
+    return found
+
+
+def _asked(inputs: Inputs, plan: Plan | None) -> Placement | None:
+    """Return the placement that is asked for; None for that of the costs."""
+    config, present = inputs.config, inputs.request.placement
+    places = inputs.request.stages if present is None else present.places
+    if plan is not None and plan.placement is not None:
+        return plan.placement
+    if plan is None and config is not None and config.stages_per_place > 1 < places:
+        return Placement.named(config.placement, places, config.stages_per_place)
+    if present is not None or inputs.request.schedule != INTERLEAVED.name:
+        return None
+    if places == 1:
+        raise bad_value("--schedule", INTERLEAVED.name, "another one on a single stage", "--stages 2")
+    return Placement.interleaved(places, 2)
 
 
 def placements(inputs: Inputs) -> dict[str, Inputs]:
@@ -17,8 +65,7 @@ def placements(inputs: Inputs) -> dict[str, Inputs]:
     places = inputs.request.stages
     if places == 1 or inputs.request.placement is not None:
         return {}
-    found = {"interleaved": Placement.interleaved(places, 2), "v": Placement.v(places)}
-    there = {name: placed(inputs, placement) for name, placement in found.items()}
+    there = {name: placed(inputs, Placement.named(name, places, 2)) for name in ("interleaved", "v")}
     return {name: on for name, on in there.items() if on is not None}
 
 
@@ -33,6 +80,17 @@ def placed(inputs: Inputs, placement: Placement | None) -> Inputs | None:
     cost, memory = there
     request = replace(inputs.request, stages=len(placement.stages), placement=placement, memory=memory)
     return replace(inputs, parts=cost, request=request)
+
+
+def unplaced(inputs: Inputs) -> Inputs | None:
+    """Return the same inputs with one stage on each place; None where these were not measured."""
+    request, source = inputs.request, inputs.source
+    if request.placement is None:
+        return inputs
+    if isinstance(source, Measured):
+        return None
+    memory = source.memory(inputs.sequences)
+    return replace(inputs, parts=None, request=replace(request, stages=source.stages, placement=None, memory=memory))
 
 
 def choose_placed(inputs: Inputs, search_s: float) -> Plan:

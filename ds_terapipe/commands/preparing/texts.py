@@ -147,9 +147,10 @@ def pieces_of(files: Sequence[Path]) -> list[Piece]:
 
 def is_json_lines(path: Path) -> bool:
     """Whether a file is JSON lines, by its name, or by its first two lines; a file of one object is plain text."""
-    if path.suffix in (".jsonl", ".ndjson"):
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
         return True
-    if path.suffix != ".json":
+    if suffix != ".json":
         return False
     with open(path, "rb") as file:
         return _is_object(file.readline()) and _is_object(file.readline())

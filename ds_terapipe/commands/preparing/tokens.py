@@ -62,10 +62,14 @@ class Encoding:
         if self.tokenizer is None:
             return [numpy.frombuffer(part, dtype=numpy.uint8).astype(self.dtype) for part in parts]
         texts = [part.decode() for part in parts]
-        return [
-            numpy.array(found.ids, dtype=self.dtype)
-            for found in load(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        try:
+            encoded = load(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the package raises no other class
+            message = (
+                f"--tokenizer: got {self.tokenizer} ({short(error)}), must have tokens for every text, use another one"
+            )
+            raise CommandError(message) from error
+        return [numpy.array(found.ids, dtype=self.dtype) for found in encoded]
 
 
 def lines(text: bytes) -> list[bytes]:

@@ -130,9 +130,7 @@ def places_of(places: int, settings: TokenPipelineConfig, layers: int | None = N
     each = 1 if places == 1 else settings.stages_per_place
     if layers is not None:
         each = min(each, layers // places)
-    with_v = settings.placement == "v" and each > 1
-    placement = Placement.v(places) if with_v else Placement.interleaved(places, each)
-    return tuple(stage.place for stage in placement.stages)
+    return tuple(stage.place for stage in Placement.named(settings.placement, places, each).stages)
 
 
 def places_for(engine: Any, places: int) -> tuple[int, ...]:
