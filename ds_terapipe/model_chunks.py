@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-PLACES = "stage_places"
+PLACES, PLAIN_PARTS = "stage_places", "plain_parts"
 _TIED = "tied_modules"
 
 
@@ -70,6 +70,12 @@ class ModelChunks:
     def placed(self) -> dict[str, list[int]]:
         """Stages and places as a checkpoint records them."""
         return {"parts": [*self.parts], "places": [*self.places]}
+
+    @property
+    def plain_parts(self) -> tuple[int, ...]:
+        """First entry of each stage if every place had one, as the module was before its layers were placed."""
+        count, given = int(self._module.num_stages), getattr(self._module, PLAIN_PARTS, ())
+        return given if len(given) == count + 1 else self.parts[:: len(self.places) // count]
 
     @property
     def ranges(self) -> tuple[range, ...]:
