@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-PLACES, PLAIN_PARTS = "stage_places", "plain_parts"
+PLACES, PLAIN_NAMES = "stage_places", "plain_names"
 _TIED = "tied_modules"
 
 
@@ -72,10 +72,10 @@ class ModelChunks:
         return {"parts": [*self.parts], "places": [*self.places]}
 
     @property
-    def plain_parts(self) -> tuple[int, ...]:
-        """First entry of each stage if every place had one, as the module was before its layers were placed."""
-        count, given = int(self._module.num_stages), getattr(self._module, PLAIN_PARTS, ())
-        return given if len(given) == count + 1 else self.parts[:: len(self.places) // count]
+    def plain_names(self) -> Sequence[Sequence[str]] | None:
+        """Parameter names of each place in the module's order, as it was before its layers were placed on as many."""
+        names: Sequence[Sequence[str]] = getattr(self._module, PLAIN_NAMES, ())
+        return names if len(names) == self._module.num_stages else None
 
     @property
     def ranges(self) -> tuple[range, ...]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_terapipe.elastic.moves.masters import MASTER
 from ds_terapipe.elastic.moves.shares import copy_common
 from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
-from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group, stage_members
+from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group, plain_members
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -106,7 +106,7 @@ def saved_as_plain(engine: Any, consensus: Consensus) -> Iterator[list[list[str]
 
 
 def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict[str, Any]]:
-    kind, chunks, topology = layout_of(engine), ModelChunks(engine.module), engine.module._topo
+    kind, topology = layout_of(engine), engine.module._topo
     saved, members = engine.optimizer.state_dict(), members_of(engine, consensus.gather)
     shapes = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
     mine = _mine(engine, kind, saved, shapes)
@@ -119,14 +119,11 @@ def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict
         if each.tensor == held.tensor and (kind == FLAT or not each.data)
     }
     shapes = {name: shape for each in said.values() for name, shape in each.shapes.items()}
-    count, parts = len(groups_in(kind, saved)), chunks.plain_parts
-
-    def names_at(place: int) -> list[list[str]]:
-        return names_by_group(stage_members(chunks.prefixes[parts[place] : parts[place + 1]], members), count)
-
+    count, plain = len(groups_in(kind, saved)), plain_members(ModelChunks(engine.module), members)
+    names = [names_by_group(of_stage, count) for of_stage in plain]
     sources = _sources(said)
     tensors = {
-        rank: list(_tensors(engine.optimizer, kind, names_at(each.place), shapes, each.data, topology.get_dim("data")))
+        rank: list(_tensors(engine.optimizer, kind, names[each.place], shapes, each.data, topology.get_dim("data")))
         for rank, each in said.items()
     }
     got = _exchange(tensors, sources, mine, engine.global_rank, consensus)
@@ -135,7 +132,7 @@ def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict
     for number, tensor in enumerate(here):
         runs = [(run, got.get((number, run.name), {})) for run in tensor.runs]
         states.append(_joined(tensor, runs, _like(tensor, sources, members, kind)))
-    return names_at(at.pipe), _form(engine.optimizer, kind, saved, here, states, _settings(said))
+    return names[at.pipe], _form(engine.optimizer, kind, saved, here, states, _settings(said))
 
 
 def _like(tensor: _Saved, sources: Mapping[str, Sequence[_Source]], members: Members, kind: str) -> Mapping[str, Any]:

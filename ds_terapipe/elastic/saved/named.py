@@ -20,15 +20,25 @@ from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
 from ds_terapipe.elastic.moves.masters import is_wrapped, replace
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
 from ds_terapipe.elastic.saved.by_name import FLAT, layout_of
-from ds_terapipe.elastic.saved.order import Member, Members, members_of, names_by_group, numbers_of, stage_members
+from ds_terapipe.elastic.saved.order import (
+    Member,
+    Members,
+    counts_by_group,
+    members_of,
+    names_by_group,
+    numbers_of,
+    plain_members,
+    stage_members,
+)
 from ds_terapipe.elastic.saved.restore import SavedStates
 from ds_terapipe.errors import bad_value
+from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import PLACED_STATE
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.parameter_groups import check_inside, settings_of
+from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, make_alike, settings_of
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
@@ -77,6 +87,13 @@ class NamedCheckpointer(Checkpointer):
 
 class PlacedController(Controller):
     """Controller of an engine whose model and placement stay, whatever the placement of its checkpoints."""
+
+    def arrange_groups(self, engine: Any, optimizer: Any, kind: str | None) -> None:
+        """Arrange the parameter groups; several stages on a place are saved as others, so all ranks get the same groups."""
+        super().arrange_groups(engine, optimizer, kind)
+        if ModelChunks(engine.module).is_placed:
+            drop_unused(optimizer, engine.param_names)
+            make_alike(optimizer, engine.client_lr_scheduler, Job.current().gather)
 
     def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves checkpoints, and loads those of any placement."""
@@ -151,16 +168,19 @@ def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, membe
              "last": last}
         )  # fmt: skip
     if any(part["groups"] is None for part in found):
-        joined = is_wrapped(engine.optimizer)
-        for part, groups in zip(found, _in_order(folder, counts, chunks.prefixes, members, joined), strict=True):
-            part["groups"] = groups
+        joined, stages = is_wrapped(engine.optimizer), plain_members(chunks, members)
+        here = [counts_by_group(of_stage, len(each), joined) for of_stage, each in zip(stages, counts, strict=True)]
+        if here != counts:
+            stages = _in_order(folder, counts, chunks.prefixes, members, joined)
+        for part, of_stage, each in zip(found, stages, counts, strict=True):
+            part["groups"] = names_by_group(of_stage, len(each))
     return found
 
 
 def _in_order(
     folder: Path, counts: Sequence[Sequence[int]], prefixes: Sequence[str], members: Members, joined: bool
-) -> list[list[list[str]]]:
-    """Return the names in each stage's groups if the stages divide the layer list, as in DeepSpeed's own engine.
+) -> list[list[Member]]:
+    """Return the parameters of each stage if the stages divide the layer list, as in DeepSpeed's own engine.
 
     Args:
         folder: for the error.
@@ -175,7 +195,7 @@ def _in_order(
     found, start = [], 0
     for of_stage in counts:
         stop, here = start, stage_members((), members)
-        while (now := _counts(here, len(of_stage), joined)) != list(of_stage):
+        while (now := counts_by_group(here, len(of_stage), joined)) != list(of_stage):
             if stop == len(prefixes) or any(some > most for some, most in zip(now, [*of_stage, 0], strict=False)):
                 must = "of the same parameters as there are now, in the order of the layers"
                 raise bad_value(
@@ -183,14 +203,6 @@ def _in_order(
                 )
             stop += 1
             here = stage_members(prefixes[start:stop], members)
-        found.append(names_by_group(here, len(of_stage)))
+        found.append(here)
         start = stop
-    return found
-
-
-def _counts(members: Sequence[Member], groups: int, joined: bool) -> list[int]:
-    """Return the number of parameters, or of their elements, in each of so many groups, and in further ones."""
-    found = [0] * max(groups, *(member.group + 1 for member in members), 0)
-    for member in members:
-        found[member.group] += member.size if joined else 1
     return found
