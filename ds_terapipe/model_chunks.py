@@ -18,7 +18,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-PLACES = "stage_places"
+PLACES, PLAIN_NAMES = "stage_places", "plain_names"
 _TIED = "tied_modules"
 
 
@@ -70,6 +70,12 @@ class ModelChunks:
     def placed(self) -> dict[str, list[int]]:
         """Stages and places as a checkpoint records them."""
         return {"parts": [*self.parts], "places": [*self.places]}
+
+    @property
+    def plain_names(self) -> Sequence[Sequence[str]] | None:
+        """Parameter names of each place in the module's order, as it was before its layers were placed on as many."""
+        names: Sequence[Sequence[str]] = getattr(self._module, PLAIN_NAMES, ())
+        return names if len(names) == self._module.num_stages else None
 
     @property
     def ranges(self) -> tuple[range, ...]:

@@ -15,7 +15,7 @@ MANIFEST = "ds_terapipe_manifest.json"
 HF_FOLDER, HF_NAMES = "hf", "names.json"
 
 PLACED_STATE = "ds_terapipe_places"
-"""Key in DeepSpeed's files of a checkpoint: the stages, their places, and the names of the optimizer's parameters."""
+"""Key in DeepSpeed's files of a checkpoint: names of the optimizer's parameters, and the stages that read it without names."""
 
 UNUSED = "ds_terapipe_nothing_of_this_group_is_here"
 """Name of a parameter that stands for a group which has none here: no layer, and none of its values count."""

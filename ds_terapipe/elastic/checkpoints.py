@@ -14,7 +14,8 @@ from ds_terapipe.elastic.changing import Change
 from ds_terapipe.elastic.moves.masters import is_wrapped
 from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.saved.named import NamedCheckpointer, put
-from ds_terapipe.elastic.saved.restore import about, numbers_of, read_by
+from ds_terapipe.elastic.saved.order import numbers_of
+from ds_terapipe.elastic.saved.restore import about, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
 from ds_terapipe.elastic.saved.universal import (
     CARRIED,
@@ -30,6 +31,7 @@ from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
+from ds_terapipe.pipeline.checkpoints import Names
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.files import write_json
@@ -50,19 +52,19 @@ class ElasticCheckpointer(NamedCheckpointer):
         super().__init__(consensus)
         self._controller = weakref.proxy(controller)
 
-    def write_beside(self, engine: Any, folder: Path) -> None:
+    def write_beside(self, engine: Any, folder: Path, names: Names) -> None:
         """Write the file of the elastic part into the folder of a checkpoint; collective."""
-        parts = self._consensus.gather(about(engine))
+        parts = self._consensus.gather(about(engine, names))
         state = {**self._state(engine), "optimizer": parts}
         self._consensus.decide(lambda: write_json(folder / ELASTIC_STATE, state))
 
-    def client_state(self, engine: Any) -> dict[str, Any]:
+    def client_state(self, engine: Any, names: Names) -> dict[str, Any]:
         """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
         if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
             return {}
         sharded = engine.grid.model_parallel_size > 1
         kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
-        said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds)))
+        said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds, names)))
         carried = to_carry(engine, self._state(engine), said)
         if carried and not engine.zero_optimization():
             carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
@@ -101,8 +103,8 @@ class ElasticCheckpointer(NamedCheckpointer):
             if state is None:
                 put_states = self.check(engine, folder, wants)
             else:
-                by_name = self._check_saved(engine, folder, state, wants)
-                self._take_shape(engine, state, by_name)
+                stays, by_name = self._check_saved(engine, folder, state, wants)
+                self._take_shape(engine, state, stays)
                 if by_name and optimizer and engine.basic_optimizer is not None:
                     saved = self.read_named(engine, folder, state.get("optimizer") or [])
                     put_states = partial(put, engine, saved, scheduler)
@@ -115,13 +117,17 @@ class ElasticCheckpointer(NamedCheckpointer):
         self._load_state(engine, state)
         return path, _users(client_state)
 
-    def _take_shape(self, engine: Any, state: Any, by_name: bool) -> None:
-        """Freeze as many layers as a checkpoint has, and take its shape unless it is read by name; collective."""
-        stages, parts = (engine.num_stages, None) if by_name else (state["stages"], state["parts"])
+    def _take_shape(self, engine: Any, state: Any, stays: bool) -> None:
+        """Freeze as many layers as a checkpoint has, and take its shape unless this one ``stays``; collective."""
+        stages, parts = (engine.num_stages, None) if stays else (state["stages"], state["parts"])
         self._controller.follow(engine, Change(state["frozen_layers"], stages, parts), step=None)
 
-    def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> bool:
-        """Check a checkpoint before any change; return whether it is read by name into this shape; collective."""
+    def _check_saved(self, engine: Any, folder: Path, state: Any, wants: Wanted) -> tuple[bool, bool]:
+        """Check a checkpoint before any change; collective.
+
+        Returns:
+            Whether this shape stays, and whether the optimizer's state is read by name.
+        """
         topology, chunks = engine.module._topo, ModelChunks(engine.module)
         now = self._state(engine)
         self._consensus.agree(error_of(lambda: check(state, now)))
@@ -132,14 +138,13 @@ class ElasticCheckpointer(NamedCheckpointer):
                 wants = wants._replace(optimizer=None)  # the engine is reshaped first
             there = {key: state[key] for key in ("parts", "places")}
             shape = resized(topology, state["stages"])
-            self.check_files(engine, folder, shape, wants=wants._replace(placed=there), **there)
-            return False
+            return False, self.check_files(engine, folder, shape, wants=wants._replace(placed=there), **there)
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
         read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
         weights = wants._replace(states=False, parts=None)
         self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
-        return True
+        return True, True
 
     def _load_universal(
         self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool
@@ -152,7 +157,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         universal = self.on_all(lambda: self._read_universal(engine, load_dir, tag, optimizer))
         state = universal.state
         if state is not None:
-            self._take_shape(engine, state, by_name=True)
+            self._take_shape(engine, state, stays=True)
         self._consensus.agree(error_of(lambda: universal.check(numbers_of(engine), untrained(engine.module))))
         zero = engine.zero_optimization()
         with groups_filled(engine, universal.folder):

@@ -26,6 +26,7 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 
 LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
+Names = Sequence[Sequence[str | None]]  # of the optimizer's parameters in a rank's files, by group
 _Found = TypeVar("_Found")
 _LONG: dict[str, Any] = {"counts": False, "bounded": False}  # ranks may have very different amounts to read
 
@@ -161,17 +162,26 @@ class Checkpointer:
         """
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         plans = engine._slicer.state()
-        placed = {**ModelChunks(engine.module).placed, "names": names_in(engine)}
-        ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}
-        client_state = {**self.client_state(engine), **client_state, **ours}
-        if not isinstance(engine.checkpoint_engine, TorchCheckpointEngine):  # other engines write later, or elsewhere
+        with self.as_saved(engine) as placed:
+            ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}
+            client_state = {**self.client_state(engine, placed["names"]), **client_state, **ours}
+            if isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
+                return self._save_whole(
+                    engine, save, save_dir, tag, client_state, latest, placed["names"], *args, **kwargs
+                )
+            # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
-            self.write_beside(engine, Path(save_dir) / tag)
+            self.write_beside(engine, Path(save_dir) / tag, placed["names"])
             return save(save_dir, tag, client_state, latest, *args, **kwargs)
+
+    def _save_whole(
+        self, engine: Any, save: Callable[..., Any], save_dir: Any, tag: str, client_state: Any, latest: bool, names: Names,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         whole = self._whole(engine, save_dir, tag)
         whole.begin()
         folder = whole.unfinished / tag
-        self.write_beside(engine, folder)
+        self.write_beside(engine, folder, names)
         with (
             self._watchdog.waiting("all ranks to write their files", **_LONG),
             manifest.saving(engine.checkpoint_engine) as files,
@@ -181,12 +191,17 @@ class Checkpointer:
         whole.finish(latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
 
-    def client_state(self, engine: Any) -> dict[str, Any]:
-        """Return what is added to the client state in DeepSpeed's own files."""
+    @contextmanager
+    def as_saved(self, engine: Any) -> Iterator[dict[str, Any]]:
+        """Context manager in which the optimizer's state is that of this rank's files; yields the record of it."""
+        yield {**ModelChunks(engine.module).placed, "names": names_in(engine)}
+
+    def client_state(self, engine: Any, names: Names) -> dict[str, Any]:
+        """Return what is added to the client state in DeepSpeed's own files; ``names``: as recorded."""
         return {}
 
-    def write_beside(self, engine: Any, folder: Path) -> None:
-        """Write further files into the folder of a checkpoint."""
+    def write_beside(self, engine: Any, folder: Path, names: Names) -> None:
+        """Write further files into the folder of a checkpoint; ``names``: as recorded."""
 
     def _whole(self, engine: Any, folder: Any, tag: str) -> WholeFolder:
         rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank

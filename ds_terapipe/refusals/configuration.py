@@ -12,15 +12,26 @@ from typing import Any
 
 from ds_terapipe.config import TOKEN_PIPELINE
 from ds_terapipe.errors import bad_value
-from ds_terapipe.names import LOADING, QUEUES
+from ds_terapipe.names import LOADING, QUEUES, is_on
 from ds_terapipe.rules import Rule, above, at, autocasts_to_fp16, check, is_true, offloads
 
 _TIMERS = "false beside {beside} (DeepSpeed's pipeline engine starts its timers twice and fails)"
 _OWN_TENSOR_PARALLEL = "0, and layers that are tensor parallel themselves, as megatron-core's are"
 
+
+def _places(config: Mapping[str, Any]) -> bool:
+    """Whether a place has, or may have by a plan, several stages."""
+    return above(1)(at(config, f"{TOKEN_PIPELINE}.stages_per_place")) or bool(at(config, f"{TOKEN_PIPELINE}.plan_path"))
+
+
 RULES = (
     Rule("zero_optimization.stage", above(1),
          "0 or 1 beside {beside} (pipeline stages keep their gradients until the last slice is done)", "1"),
+    Rule("zero_optimization.round_robin_gradients", is_true,
+         "false where layers are placed or may move (DeepSpeed then notes a wrong place for every parameter in its flat "
+         "buffers)", "false", when=lambda config: _places(config) or is_on(config, "elastic_pipeline")),
+    Rule("zero_optimization.elastic_checkpoint", is_true,
+         "false where places have several stages (its files have no names of parameters)", "false", when=_places),
     Rule("sequence_parallel_size", above(1),
          "1 beside {beside} (Ulysses shares a sequence among ranks, slices need it whole on each)",
          "1, with more pipeline stages"),

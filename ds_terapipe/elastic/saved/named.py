@@ -6,7 +6,8 @@ torch optimizer that DeepSpeed's own engine has saved have numbers only: these f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,52 @@ from deepspeed.ops.adam import FusedAdam
 from ds_terapipe import tensor_files
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
 from ds_terapipe.elastic.moves.masters import is_wrapped, replace
-from ds_terapipe.elastic.saved.restore import FLAT, SavedStates, layout_of, numbers_of
+from ds_terapipe.elastic.saved.as_plain import saved_as_plain
+from ds_terapipe.elastic.saved.by_name import FLAT, layout_of
+from ds_terapipe.elastic.saved.order import (
+    Member,
+    Members,
+    counts_by_group,
+    members_of,
+    names_by_group,
+    numbers_of,
+    plain_members,
+    stage_members,
+)
+from ds_terapipe.elastic.saved.restore import SavedStates
 from ds_terapipe.errors import bad_value
+from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import PLACED_STATE
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.parameter_groups import check_inside, settings_of
+from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, make_alike, settings_of
 from ds_terapipe.pipeline.saved_files import KEY, SavedFiles, Share, Wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
-_Layers = Sequence[tuple[str, Sequence[tuple[str, int, int]]]]
-
 
 class NamedCheckpointer(Checkpointer):
-    """Reads the optimizer's state by name if stages were in other places when it was saved."""
+    """Reads the optimizer's state by name if it was not saved on these stages, and saves that of a plain pipeline."""
+
+    @contextmanager
+    def as_saved(self, engine: Any) -> Iterator[dict[str, Any]]:
+        """Context manager in which the optimizer's state is that of this rank's files; collective."""
+        if engine.basic_optimizer is None or not ModelChunks(engine.module).is_placed:
+            with super().as_saved(engine) as placed:
+                yield placed
+            return
+        with saved_as_plain(engine, self._consensus) as names:
+            yield {"names": names}  # of no stages here: loaded by name
 
     def check(self, engine: Any, folder: Path, wants: Wanted) -> Callable[[], None] | None:
         """Check the files that are about to be read; return what loads the optimizer's state, None: DeepSpeed does."""
         chunks, topology = ModelChunks(engine.module), engine.module._topo
         if not self.check_files(engine, folder, topology, chunks.parts, wants, places=chunks.places):
             return None
-        layers = _layers(engine, self._consensus.gather)
+        members = members_of(engine, self._consensus.gather)
         # every file is some rank's own, and has been checked
-        parts = self.on_all(lambda: _parts_in(engine, SavedFiles(folder), folder, wants, layers))
+        parts = self.on_all(lambda: _parts_in(engine, SavedFiles(folder), folder, wants, members))
         return partial(put, engine, self.read_named(engine, folder, parts), wants.scheduler)
 
     def read_named(self, engine: Any, folder: Path, parts: Sequence[Mapping[str, Any] | None]) -> SavedStates:
@@ -65,6 +87,13 @@ class NamedCheckpointer(Checkpointer):
 
 class PlacedController(Controller):
     """Controller of an engine whose model and placement stay, whatever the placement of its checkpoints."""
+
+    def arrange_groups(self, engine: Any, optimizer: Any, kind: str | None) -> None:
+        """Arrange the parameter groups; several stages on a place are saved as others, so all ranks get the same groups."""
+        super().arrange_groups(engine, optimizer, kind)
+        if ModelChunks(engine.module).is_placed:
+            drop_unused(optimizer, engine.param_names)
+            make_alike(optimizer, engine.client_lr_scheduler, Job.current().gather)
 
     def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves checkpoints, and loads those of any placement."""
@@ -112,7 +141,7 @@ def _put_wrapped(wrapper: Any, module: torch.nn.Module, saved: SavedStates) -> N
 # ------------------------------------------------------------------------------------------------------ names in the files
 
 
-def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, layers: _Layers) -> list[dict[str, Any]]:
+def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, members: Members) -> list[dict[str, Any]]:
     """Return what `about` notes of this tensor-parallel rank's parts, from the files of a checkpoint of this topology.
 
     Raises:
@@ -139,59 +168,41 @@ def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, layer
              "last": last}
         )  # fmt: skip
     if any(part["groups"] is None for part in found):
-        for part, groups in zip(found, _in_order(folder, counts, layers), strict=True):
-            part["groups"] = groups
+        joined, stages = is_wrapped(engine.optimizer), plain_members(chunks, members)
+        here = [counts_by_group(of_stage, len(each), joined) for of_stage, each in zip(stages, counts, strict=True)]
+        if here != counts:
+            stages = _in_order(folder, counts, chunks.prefixes, members, joined)
+        for part, of_stage, each in zip(found, stages, counts, strict=True):
+            part["groups"] = names_by_group(of_stage, len(each))
     return found
 
 
-def _layers(engine: Any, gather: Callable[[Any], list[Any]]) -> _Layers:
-    """Return, for each entry of the layer list, its prefix, and the optimizer's parameters in it; collective.
-
-    These have a name, the number of their group, and what they count in `elements`.
-    """
-    chunks, number_of, joined = ModelChunks(engine.module), numbers_of(engine), is_wrapped(engine.optimizer)
-    known: dict[str, list[tuple[str, int, int]]] = {}
-    for of_rank in gather(
-        {
-            prefix: [
-                (prefix + name, number_of[prefix + name], p.numel() if joined else 1)
-                for name, p in layer.named_parameters()
-                if prefix + name in number_of
-            ]
-            for prefix, layer in chunks.layers.items()
-        }
-    ):
-        known |= of_rank
-    return [(prefix, known.get(prefix, ())) for prefix in chunks.prefixes]
-
-
-def _in_order(folder: Path, counts: Sequence[Sequence[int]], layers: _Layers) -> list[list[list[str]]]:
-    """Return the names in each stage's groups if the stages divide the layer list, as in DeepSpeed's own engine.
+def _in_order(
+    folder: Path, counts: Sequence[Sequence[int]], prefixes: Sequence[str], members: Members, joined: bool
+) -> list[list[Member]]:
+    """Return the parameters of each stage if the stages divide the layer list, as in DeepSpeed's own engine.
 
     Args:
         folder: for the error.
         counts: of each stage the parameters in its groups, or their elements.
-        layers: as `_layers` returns them.
+        prefixes: of the entries of the layer list.
+        members: the optimizer's parameters.
+        joined: whether elements are counted.
 
     Raises:
         ConfigError: the counts are not those of any such stages.
     """
-    found, entries = [], iter(layers)
+    found, start = [], 0
     for of_stage in counts:
-        left, here = list(of_stage), dict[str, Any]()
-        while any(left):
-            prefix, members = next(entries, ("", None))
-            if members is None or any(number >= len(left) for _, number, _ in members):
+        stop, here = start, stage_members((), members)
+        while (now := counts_by_group(here, len(of_stage), joined)) != list(of_stage):
+            if stop == len(prefixes) or any(some > most for some, most in zip(now, [*of_stage, 0], strict=False)):
                 must = "of the same parameters as there are now, in the order of the layers"
                 raise bad_value(
                     f"{KEY}: optimizer", f"other parameter groups in {folder}", must, "load_optimizer_states=False"
                 )
-            if prefix not in here:
-                here[prefix] = members
-                for _, number, count in members:
-                    left[number] -= count
-        # a module has its tied layers first
-        ordered = sorted(here, key=lambda prefix: not prefix.startswith("tied_modules."))
-        members = [member for prefix in ordered for member in here[prefix]]
-        found.append([[name for name, number, _ in members if number == n] for n in range(len(left))])
+            stop += 1
+            here = stage_members(prefixes[start:stop], members)
+        found.append(here)
+        start = stop
     return found

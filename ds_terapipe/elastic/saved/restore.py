@@ -13,29 +13,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
-from ds_terapipe.deepspeed_state import groups_of, saved_fragments, saved_partitions
-from ds_terapipe.elastic.moves.groups import numbers
-from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped
+from ds_terapipe.elastic.saved.by_name import FLAT, PLAIN, Elements, groups_in, layout_of, states_in
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
+from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.saved_files import MOMENTS
 
-PLAIN, FLAT, WHOLE = "plain", "flat", "fp16"  # a torch optimizer's; parts of replicas; of fp16 without ZeRO
 
-
-def layout_of(engine: Any) -> str:
-    """Return how an engine saves its optimizer's state."""
-    if engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer):
-        return FLAT
-    return WHOLE if is_wrapped(engine.optimizer) else PLAIN
-
-
-def about(engine: Any) -> dict[str, Any] | None:
-    """Return a checkpoint's record of this rank's part; None if no other rank needs it."""
+def about(engine: Any, names: Sequence[Sequence[str | None]]) -> dict[str, Any] | None:
+    """Return a checkpoint's record of this rank's part, with these ``names``; None if no other rank needs it."""
     coordinates = engine.module._topo.get_coord(engine.global_rank)
     if engine.basic_optimizer is None:
         return None
@@ -49,17 +37,8 @@ def about(engine: Any) -> dict[str, Any] | None:
         "data": coordinates.data,
         "tensor": getattr(coordinates, "model", 0),
         "file": Path(path).name,
-        "groups": names_in(engine),
+        "groups": names,
     }
-
-
-def numbers_of(engine: Any) -> dict[str, int]:
-    """Return the parameter group number of each of this rank's trained parameters, by name."""
-    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    number_of = numbers(engine.basic_optimizer)
-    if is_wrapped(engine.optimizer):
-        number_of = {id(p): number for number, group in enumerate(groups_of(engine.optimizer)) for p in group}
-    return {name_of[key]: number for key, number in number_of.items() if key in name_of}
 
 
 class SavedStates:
@@ -98,15 +77,14 @@ class SavedStates:
         self.states: dict[str, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
         self.scale: dict[str, Any] = {}
-        self._folder, self._wanted, self._sizes, self._levels = folder, wanted, sizes or {}, levels
-        self._stage_of: dict[str, int] = {}  # stage from whose files a parameter's flat parts are read
+        self._folder, self._wanted, self._sizes = folder, wanted, sizes or {}
+        self._stage_of: dict[str, int] = {}  # stage from whose files a parameter's state is read
         mine = _of_tensor(parts, tensor)
         self._check_parts(mine, groups)
         now = _numbers_now(mine, groups, number_of)
-        read = {PLAIN: self._read_plain, FLAT: self._read_flat, WHOLE: self._read_whole}
         for part in read_by(parts, tensor, wanted):
             with _named(folder / part["file"]):
-                of_groups = [settings_of(group) for group in read[part["kind"]](part)]
+                of_groups = [settings_of(group) for group in self._take(part, levels)]
             self.settings = self.settings or [of_groups[now.index(number)] for number in range(groups)]
             for then, members in enumerate(part["groups"]):
                 if any(name in wanted for name in members):
@@ -133,53 +111,22 @@ class SavedStates:
                 "the same",
             )
 
-    def _read_plain(self, part: Mapping[str, Any]) -> Sequence[Any]:
-        saved = _read(self._folder / part["file"], "optimizer")
-        for group, names in zip(saved["param_groups"], part["groups"], strict=True):
-            states = [saved["state"].get(number, {}) for number in group["params"]]
-            steps = [state["step"] for state in states if isinstance(state.get("step"), int)] if self._levels else []
-            for name, state in zip(names, states, strict=True):
-                if name in self._wanted and state:
-                    self.states.setdefault(name, {**state, **({"step": max(steps)} if steps else {})})
-        return cast(Sequence[Any], saved["param_groups"])
-
-    def _read_flat(self, part: Mapping[str, Any]) -> Sequence[Any]:
-        saved = self._read_wrapper(part, "optimizer_state_dict")
-        base = saved["base_optimizer_state"]
-        for group, (flat, of_names) in zip(base["param_groups"], saved_partitions(saved), strict=True):
-            (number,) = group["params"]
-            for name, elements in of_names.items():
-                # a tied weight is in the files of several stages, the same in each
-                if name not in self._wanted or self._stage_of.setdefault(name, part["stage"]) != part["stage"]:
-                    continue
-                self._add(name, base["state"].get(number, {}), flat, elements)
-        return cast(Sequence[Any], base["param_groups"])
-
-    def _read_whole(self, part: Mapping[str, Any]) -> Sequence[Any]:
-        saved = self._read_wrapper(part, "optimizer")
-        base = saved["optimizer_state_dict"]
-        sizes = [[1 if name is None else self._sizes[name] for name in names] for names in part["groups"]]
-        for names, of_group in zip(part["groups"], saved_fragments(saved, sizes), strict=True):
-            for name, (number, master, elements) in zip(names, of_group, strict=True):
-                if name in self._wanted and name not in self.states:
-                    self._add(name, base["state"].get(number, {}), master, elements)
-        return cast(Sequence[Any], base["param_groups"])
-
-    def _read_wrapper(self, part: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        saved = _read(self._folder / part["file"], key)
-        self.scale = {key: value for key, value in saved.items() if not isinstance(value, (Tensor, list, dict))}
-        return saved
-
-    def _add(self, name: str, state: Mapping[str, Any], master: Tensor, elements: slice) -> None:
-        """Append elements of a master, and of what is like it, to a parameter's state."""
-        mine = self.states.setdefault(name, {})
-        for key, value in {**state, MASTER: master}.items():
-            if key == "step" or not isinstance(value, Tensor):
-                mine.setdefault(key, value)
-            elif value.dim() == 1 or value.shape == master.shape:
-                mine.setdefault(key, []).append(value.detach().view(-1)[elements].clone())
-            else:
-                mine.setdefault(key, value.clone())
+    def _take(self, part: Mapping[str, Any], levels: bool) -> Sequence[dict[str, Any]]:
+        """Read a part's states of the wanted parameters; return its parameter groups."""
+        kind, stage = part["kind"], part["stage"]
+        saved = _read(self._folder / part["file"], "optimizer_state_dict" if kind == FLAT else "optimizer")
+        if kind != PLAIN:
+            self.scale = {key: value for key, value in saved.items() if not isinstance(value, (Tensor, list, dict))}
+        for name, state in states_in(kind, saved, part["groups"], self._sizes, levels):
+            # a tied weight is in the files of several stages, the same in each
+            if name in self._wanted and state and self._stage_of.setdefault(name, stage) == stage:
+                mine = self.states.setdefault(name, {})
+                for key, value in state.items():
+                    if isinstance(value, Elements):
+                        mine.setdefault(key, []).append(value.values.clone())
+                    else:
+                        mine.setdefault(key, value)
+        return groups_in(kind, saved)
 
 
 def _read(path: Path, key: str) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from ds_terapipe import deepspeed_state, tensor_files
 from ds_terapipe.deepspeed_state import Absent
 from ds_terapipe.elastic.moves.layers import copies
-from ds_terapipe.elastic.saved.restore import numbers_of
+from ds_terapipe.elastic.saved.order import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import UNUSED
 from ds_terapipe.parameter_marks import is_tensor_parallel
@@ -87,18 +88,19 @@ def part_of(whole: Tensor, kind: str | None, rank: int, ranks: int) -> Tensor:
     return whole.chunk(ranks, dim=1 if kind == _ROW else 0)[rank]
 
 
-def info(said: Sequence[tuple[int, Mapping[str, str | None]]]) -> dict[str, Any] | None:
+def info(said: Sequence[tuple[int, Mapping[str, str | None], Sequence[Sequence[Any]]]]) -> dict[str, Any] | None:
     """Return the entry that DeepSpeed's universal conversion expects; None if its result could not be right.
 
     Args:
-        said: stage of every rank, and the kinds of the parameters that it trains, by name.
+        said: stage of every rank, the kinds of the parameters that it trains, by name, and the names in its files.
     """
     kinds: dict[str, str | None] = {}
     stages: dict[str, set[int]] = {}
-    for stage, names in said:
-        kinds |= names
-        for name in names:
+    for stage, of_rank, names in said:
+        kinds |= of_rank
+        for name in chain(*names):
             stages.setdefault(name, set()).add(stage)
+    stages = {name: stages.get(name, {0}) for name in kinds}
     copies = {name: on for name, on in stages.items() if len(on) > 1}
     if _UNKNOWN in kinds.values() or any(0 not in on for on in copies.values()):
         return None  # DeepSpeed would take the first stage's copy, or both

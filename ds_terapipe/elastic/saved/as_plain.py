@@ -1,0 +1,353 @@
+"""Optimizer state of several stages on a place, in the form in which a plain pipeline on as many places saves it.
+
+DeepSpeed 0.19.8 reads a rank's state by the numbers of its stage's parameters, in the module's order, or by their place
+in flat tensors. So each rank gets, from the ranks that have it, the state of a plain stage, and saves it as its own.
+Files then depend on no placement.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, chain
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from deepspeed.checkpoint.constants import (
+    GROUP_PADDINGS,
+    PARAM_ALIGNMENT_PADDINGS,
+    PARAM_SLICE_MAPPINGS,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
+
+from ds_terapipe.elastic.moves.masters import MASTER
+from ds_terapipe.elastic.moves.shares import copy_common
+from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
+from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group, plain_members
+from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
+from ds_terapipe.pipeline.transport.consensus import Consensus
+
+
+class _Run(NamedTuple):
+    """Elements ``first`` to ``stop`` of a parameter, from ``offset`` on in a saved tensor."""
+
+    name: str
+    first: int
+    stop: int
+    offset: int
+
+
+class _Saved(NamedTuple):
+    """A tensor of an optimizer in a checkpoint, with the elements of one parameter of a group, or of several.
+
+    Attributes:
+        padding: number of elements behind the last parameter's.
+        between: those behind each parameter.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    runs: Sequence[_Run]
+    padding: int = 0
+    between: Sequence[int] = ()
+
+
+class _Held(NamedTuple):
+    """Description of a rank's state.
+
+    Attributes:
+        names: of each parameter the number of elements here, and its state: the type of tensors like it, else the value.
+        shapes: of all parameters here.
+        settings: of each parameter group, and whether it has parameters here.
+    """
+
+    place: int
+    data: int
+    tensor: int
+    names: Mapping[str, tuple[int, Mapping[str, Any]]]
+    shapes: Mapping[str, tuple[int, ...]]
+    settings: Sequence[tuple[dict[str, Any], bool]]
+
+
+class _Source(NamedTuple):
+    """Rank with elements of a parameter, from ``first`` to ``stop``, and the parameter's state as in `_Held`."""
+
+    rank: int
+    first: int
+    stop: int
+    state: Mapping[str, Any]
+
+
+@contextmanager
+def saved_as_plain(engine: Any, consensus: Consensus) -> Iterator[list[list[str]]]:
+    """Context manager in which an engine's optimizer gives a plain stage's ``state_dict``; collective.
+
+    Yields the names of its parameters, by group.
+    """
+    optimizer = engine.optimizer
+    names, state = _state_for(engine, consensus)
+    before = vars(optimizer).get("state_dict")
+    optimizer.state_dict = lambda *args, **kwargs: state
+    try:
+        yield names
+    finally:
+        if before is None:
+            del optimizer.state_dict
+        else:
+            optimizer.state_dict = before
+
+
+def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict[str, Any]]:
+    kind, topology = layout_of(engine), engine.module._topo
+    saved, members = engine.optimizer.state_dict(), members_of(engine, consensus.gather)
+    shapes = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
+    mine = _mine(engine, kind, saved, shapes)
+    at = topology.get_coord(engine.global_rank)
+    held = _held(at, kind, saved, mine, shapes, names_in(engine))
+    # replicas have the same where they divide nothing, and one of them saves it
+    said = {
+        rank: each
+        for rank, each in zip(consensus.job.ranks, consensus.gather(held), strict=True)
+        if each.tensor == held.tensor and (kind == FLAT or not each.data)
+    }
+    shapes = {name: shape for each in said.values() for name, shape in each.shapes.items()}
+    count, plain = len(groups_in(kind, saved)), plain_members(ModelChunks(engine.module), members)
+    names = [names_by_group(of_stage, count) for of_stage in plain]
+    sources = _sources(said)
+    tensors = {
+        rank: list(_tensors(engine.optimizer, kind, names[each.place], shapes, each.data, topology.get_dim("data")))
+        for rank, each in said.items()
+    }
+    got = _exchange(tensors, sources, mine, engine.global_rank, consensus)
+    here = tensors.get(engine.global_rank, [])
+    states = []
+    for number, tensor in enumerate(here):
+        runs = [(run, got.get((number, run.name), {})) for run in tensor.runs]
+        states.append(_joined(tensor, runs, _like(tensor, sources, members, kind)))
+    return names[at.pipe], _form(engine.optimizer, kind, saved, here, states, _settings(said))
+
+
+def _like(tensor: _Saved, sources: Mapping[str, Sequence[_Source]], members: Members, kind: str) -> Mapping[str, Any]:
+    """Return the state of a tensor's first parameter; flat tensors without any are like others of the group."""
+    names = [run.name for run in tensor.runs]
+    if kind == FLAT or not names:
+        names += [member.name for member in chain(*members.values()) if member.group == tensor.group]
+    found = next((sources[name][0].state for name in names if name in sources), None)
+    return {MASTER: torch.float32} if found is None and kind != PLAIN else found or {}
+
+
+def _mine(engine: Any, kind: str, saved: Any, shapes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return this rank's state by name, tensors like their parameters as `Elements`."""
+    sizes, levels = {name: prod(shape) for name, shape in shapes.items()}, isinstance(engine.basic_optimizer, FusedAdam)
+    found = {}
+    for name, state in states_in(kind, saved, names_in(engine), sizes, levels):
+        if name not in shapes:
+            continue  # a stand-in
+        found[name] = {
+            key: Elements(value.detach().reshape(-1)) if getattr(value, "shape", None) == shapes[name] else value
+            for key, value in state.items()
+        }
+    return found
+
+
+def _held(
+    at: Any, kind: str, saved: Any, mine: Mapping[str, Any], shapes: Mapping[str, Any], names: Sequence[Any]
+) -> _Held:
+    described: dict[str, tuple[int, dict[str, Any]]] = {}
+    for name, state in mine.items():
+        lengths = {value.values.numel() for value in state.values() if isinstance(value, Elements)}
+        described[name] = max(lengths, default=0), {key: _described(value) for key, value in state.items()}
+    settings = [
+        (settings_of(group), any(name in shapes for name in of_group))
+        for group, of_group in zip(groups_in(kind, saved), names, strict=True)
+    ]
+    return _Held(at.pipe, at.data, getattr(at, "model", 0), described, shapes, settings)
+
+
+def _described(value: Any) -> Any:
+    """Return the type of elements; another tensor in host memory: unpickled, it would be on the sender's device."""
+    if isinstance(value, Elements):
+        return value.values.dtype
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _sources(said: Mapping[int, _Held]) -> dict[str, list[_Source]]:
+    """Return the ranks that have a parameter's elements, of the first place that has a state of it."""
+    found: dict[str, list[_Source]] = {}
+    place_of: dict[str, int] = {}
+    for rank, each in sorted(said.items(), key=lambda item: (item[1].place, item[1].data)):
+        for name, (length, state) in each.names.items():
+            if state and place_of.setdefault(name, each.place) == each.place:
+                of_name = found.setdefault(name, [])
+                first = of_name[-1].stop if of_name else 0
+                of_name.append(_Source(rank, first, first + length, state))
+    return found
+
+
+def _tensors(
+    wrapper: Any, kind: str, names: Sequence[Sequence[str]], shapes: Mapping[str, Any], data: int, replicas: int
+) -> Iterator[_Saved]:
+    """Yield the tensors of a rank of replica number ``data``, as DeepSpeed's wrappers make them."""
+    for group, members in enumerate(names):
+        sizes = [prod(shapes[name]) for name in members]
+        if kind == PLAIN or hasattr(wrapper, "fp32_groups"):
+            for name, size in zip(members, sizes, strict=True):
+                yield _Saved(group, shapes[name], [_Run(name, 0, size, 0)])
+            continue
+        if kind == FLAT:
+            yield _part(wrapper, group, dict(zip(members, sizes, strict=True)), data, replicas)
+            continue
+        starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        runs = [_Run(name, 0, size, start) for name, start, size in zip(members, starts, sizes, strict=True)]
+        yield _Saved(group, (sum(sizes),), runs)
+
+
+def _part(wrapper: Any, group: int, sizes: Mapping[str, int], data: int, replicas: int) -> _Saved:
+    """Return the part of replica number ``data`` in a group's flat tensor, which ends with padding."""
+    between, at, runs = _paddings(wrapper, [*sizes.values()]), 0, []
+    unit, used = wrapper.nccl_start_alignment_factor * replicas, sum(sizes.values()) + sum(between)
+    length = -(-used // unit) * unit // replicas
+    start, stop = data * length, (data + 1) * length
+    for (name, size), behind in zip(sizes.items(), between, strict=True):
+        first, last = max(at, start), min(at + size, stop)
+        if first < last:
+            runs.append(_Run(name, first - at, last - at, first - start))
+        at += size + behind
+    if isinstance(wrapper, BF16_Optimizer):
+        padding = length * replicas - used if data == replicas - 1 else 0
+    else:
+        padding = min(length, max(0, stop - used))
+    return _Saved(group, (length,), runs, padding, between)
+
+
+def _paddings(wrapper: Any, sizes: Sequence[int]) -> list[int]:
+    """Return the number of elements that ZeRO leaves behind each parameter."""
+    found, at = [], 0
+    width = wrapper.bit16_groups_flat[0].element_size() if getattr(wrapper, "parameter_alignment", False) else 16
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        found.append(0 if last else -(at + size) % (16 // gcd(16, width)))
+        at += size + found[-1]
+    return found
+
+
+def _exchange(
+    tensors: Mapping[int, Sequence[_Saved]],
+    sources: Mapping[str, Sequence[_Source]],
+    mine: Mapping[str, Mapping[str, Any]],
+    rank: int,
+    consensus: Consensus,
+) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Return the elements of each run of this rank's tensors, by the tensor's number and the parameter's name.
+
+    All ranks do all transfers in one order: each waits for its first unfinished one, so they cannot deadlock.
+    """
+    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for target, of_target in tensors.items():
+        for (number, run), source in _wanted(of_target, sources):
+            first, stop = max(run.first, source.first), min(run.stop, source.stop)
+            if first >= stop or rank not in (source.rank, target):
+                continue
+            types = {key: kind for key, kind in source.state.items() if isinstance(kind, torch.dtype)}
+            got = {key: torch.empty(stop - first, dtype=kind) for key, kind in types.items()}
+            for key, room in got.items():
+                if rank == source.rank:
+                    room.copy_(mine[run.name][key].values[first - source.first : stop - source.first])
+                if source.rank != target:
+                    _send(room, source.rank, target, rank, f"the state of {run.name}", consensus)
+            if rank == target:
+                here = found.setdefault((number, run.name), {})
+                for key, room in got.items():
+                    whole = here.setdefault(key, torch.zeros(run.stop - run.first, dtype=room.dtype))
+                    copy_common(whole, run.first, room, first)
+    return found
+
+
+def _wanted(
+    tensors: Sequence[_Saved], sources: Mapping[str, Sequence[_Source]]
+) -> Iterator[tuple[tuple[int, _Run], _Source]]:
+    for number, tensor in enumerate(tensors):
+        for run in tensor.runs:
+            for source in sources.get(run.name, ()):
+                yield (number, run), source
+
+
+def _send(room: Tensor, source: int, target: int, rank: int, what: str, consensus: Consensus) -> None:
+    message, wait = room.view(torch.uint8), consensus.watchdog.wait_on_host
+    if rank == source:
+        wait(torch.distributed.isend(message, target, group=consensus.group), f"rank {target} to take {what}")
+    else:
+        wait(torch.distributed.irecv(message, source, group=consensus.group), f"{what} from rank {source}")
+
+
+def _settings(said: Mapping[int, _Held]) -> list[dict[str, Any]]:
+    """Return the settings of each group from a rank with parameters of it: a step count may be among them."""
+    by_group = zip(*(each.settings for each in said.values()), strict=True)
+    return [next((settings for settings, filled in of_ranks if filled), of_ranks[0][0]) for of_ranks in by_group]
+
+
+def _joined(tensor: _Saved, of_runs: Sequence[tuple[_Run, Mapping[str, Tensor]]], like: Mapping[str, Any]) -> Any:
+    """Return the state of a tensor; ``like``: a parameter's, as in `_Held`."""
+    found: dict[str, Any] = {}
+    for key, value in like.items():
+        if not isinstance(value, torch.dtype):
+            found[key] = value
+            continue
+        flat = found[key] = torch.zeros(prod(tensor.shape), dtype=value)
+        for run, values in of_runs:
+            if key in values:
+                flat[run.offset : run.offset + run.stop - run.first] = values[key]
+        found[key] = flat.view(tensor.shape)
+    return found
+
+
+def _form(
+    wrapper: Any,
+    kind: str,
+    saved: Mapping[str, Any],
+    tensors: Sequence[_Saved],
+    states: Sequence[dict[str, Any]],
+    settings: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return a ``state_dict`` in the form of ``saved``, of tensors with these states."""
+    masters: list[list[Tensor]] = [[] for _ in settings]
+    groups: list[dict[str, Any]] = [{**of_group, "params": []} for of_group in settings]
+    for group, before in zip(groups, groups_in(kind, saved), strict=True):
+        group.update({"param_names": []} if "param_names" in before else {})
+    for number, (tensor, state) in enumerate(zip(tensors, states, strict=True)):
+        group = groups[tensor.group]
+        group["params"].append(number)
+        if "param_names" in group:
+            group["param_names"] += [run.name for run in tensor.runs]
+        if MASTER in state:
+            masters[tensor.group].append(state.pop(MASTER))
+    base = {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": groups}
+    if kind == PLAIN:
+        return {**saved, **base}
+    found = {**saved, BASE[kind]: {**saved[BASE[kind]], **base}}
+    if hasattr(wrapper, "fp32_groups"):
+        return {**found, "fp32_groups": masters}
+    flat = [tensor for (tensor,) in masters]
+    if kind != FLAT:
+        return {**found, "fp32_groups_flat": flat}
+    if not isinstance(wrapper, BF16_Optimizer):
+        flat = [values[: values.numel() - tensor.padding] for values, tensor in zip(flat, tensors, strict=True)]
+        found[PARAM_ALIGNMENT_PADDINGS] = [list(tensor.between) for tensor in tensors]
+    places = [
+        OrderedDict((run.name, fragment_address(numel=run.stop - run.first, start=run.offset)) for run in tensor.runs)
+        for tensor in tensors
+    ]
+    return {
+        **found,
+        SINGLE_PARTITION_OF_FP32_GROUPS: flat,
+        GROUP_PADDINGS: [tensor.padding for tensor in tensors],
+        PARAM_SLICE_MAPPINGS: places,
+    }
