@@ -257,16 +257,12 @@ def test_ordinary_configs_pass():
     refusals.check_config({"zero_optimization": True})
     refusals.check_config(
         {
-            "zero_optimization": {"stage": 1},
-            "sequence_parallel_size": 1,
-            "flops_profiler": {"enabled": False},
-            "wall_clock_breakdown": False,
-            "compile": {"deepcompile": False},
-            "tensor_parallel": {"autotp_size": 0},
+            "zero_optimization": {"stage": 1}, "sequence_parallel_size": 1, "flops_profiler": {"enabled": False},
+            "wall_clock_breakdown": False, "compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 0},
             "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": False}}},
             "gradient_clipping": "auto",
         }
-    )
+    )  # fmt: skip
     for block in ("token_pipeline", "elastic_pipeline"):  # the block that the user wrote is named
         with pytest.raises(ConfigError, match=f"zero_optimization.stage: got 2, must be 0 or 1 beside {block} "):
             refusals.check_config({"zero_optimization": {"stage": 2}}, block)

@@ -28,11 +28,9 @@ from tests.spawn import Exit, in_background, launched, run_to_exit
 
 LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 3, 2
 ORDERS: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "terapipe": {},
-    "zero_bubble": {"stages_per_place": 2, "placement": "v"},
+    "1f1b": {}, "terapipe": {}, "zero_bubble": {"stages_per_place": 2, "placement": "v"},
     "interleaved": {"stages_per_place": 2},
-}
+}  # fmt: skip
 TIMEOUT_S = 15.0
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "EAGER"}
 

@@ -34,11 +34,9 @@ FROZEN = [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
 def engine_of(data: Any, block: dict[str, Any] | None = None) -> Any:
     phases = [{**phase, "micro_batch_size": size} for phase, size in zip(PHASES, MICRO, strict=True)]
     block = block or {
-        "freeze": {"policy": "schedule", "frozen_layers": FREEZE},
-        "resize": {"policy": RESIZE},
-        "data": {"shuffle": True, "seed": SEED},
-        "cache": {"enabled": True},
-    }
+        "freeze": {"policy": "schedule", "frozen_layers": FREEZE}, "resize": {"policy": RESIZE},
+        "data": {"shuffle": True, "seed": SEED}, "cache": {"enabled": True},
+    }  # fmt: skip
     optimizer = {"type": "SGD", "params": {**SGD["params"], "momentum": 0.9}}
     config = {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}, "elastic_pipeline": block}
     return build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2}, optimizer=optimizer, training_data=data, config=config)

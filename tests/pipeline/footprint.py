@@ -28,12 +28,10 @@ def footprint() -> Footprint:
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Footprint(
-        groups=len(distributed_c10d._world.pg_map),
-        threads=len(os.listdir("/proc/self/task")),
-        files=len(os.listdir("/proc/self/fd")),
-        shared=Path("/proc/self/maps").read_text().count("/dev/shm/"),
+        groups=len(distributed_c10d._world.pg_map), threads=len(os.listdir("/proc/self/task")),
+        files=len(os.listdir("/proc/self/fd")), shared=Path("/proc/self/maps").read_text().count("/dev/shm/"),
         resident=pages * os.sysconf("SC_PAGE_SIZE"),
-    )
+    )  # fmt: skip
 
 
 def settled(before: Footprint, within_s: float = 60.0) -> Footprint:

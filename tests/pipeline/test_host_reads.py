@@ -22,11 +22,10 @@ from tests.spawn import launched
 SLICES, MICRO_BATCHES, BF16 = 4, 2, {"bf16": {"enabled": True}}
 RANGES = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Block", "Noisy"]}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"clip": 0.5},
-    "bf16": {"config": BF16},
+    "plain": {"clip": 0.5}, "bf16": {"config": BF16},
     "recomputed": {"module": RANGES, "config": {"pipeline": {"use_reentrant": False}}},
     "recomputed, reentrant": {"module": RANGES},
-}
+}  # fmt: skip
 MEGATRON = {"megatron": Model(), "megatron, recomputed": Model(checkpoint_interval=1)}
 
 

@@ -54,11 +54,9 @@ RECOMPUTED = {
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 500_000}}  # 2 MB in every step, whatever its slices
 FP16 = {"fp16": {"enabled": True, "loss_scale": 1.0}}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {"specs": gpt(BLOCKS)},
-    "16 bits": {"specs": gpt(BLOCKS), "module": RECOMPUTED, "config": FP16},
-    "two tensors": {"specs": BESIDE},
-    "ZeRO-1": {"specs": gpt(BLOCKS), "config": ZERO},
-}
+    "gpt": {"specs": gpt(BLOCKS)}, "16 bits": {"specs": gpt(BLOCKS), "module": RECOMPUTED, "config": FP16},
+    "two tensors": {"specs": BESIDE}, "ZeRO-1": {"specs": gpt(BLOCKS), "config": ZERO},
+}  # fmt: skip
 # slices, schedule, micro-batches, weight gradients, sequences of a micro-batch, model
 SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
     "two slices": (2, "1f1b", 1, "micro_batch", BATCH, "gpt"),

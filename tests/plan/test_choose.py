@@ -32,12 +32,10 @@ lengths_of_slices = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 def costs(draw, count=None):
     return ExampleCost(
         draw(st.lists(st.floats(0.2, 3.0), min_size=count or 1, max_size=count or 4)),
-        fixed=draw(st.sampled_from([0.0, 1e-3, 1e-2])),
-        attention=draw(st.sampled_from([0.0, 1e-7, 1e-6])),
-        weights=draw(st.sampled_from([0.0, 1e-5])),
-        link=draw(st.sampled_from([0.0, 1e-6, 3e-5])),
+        fixed=draw(st.sampled_from([0.0, 1e-3, 1e-2])), attention=draw(st.sampled_from([0.0, 1e-7, 1e-6])),
+        weights=draw(st.sampled_from([0.0, 1e-5])), link=draw(st.sampled_from([0.0, 1e-6, 3e-5])),
         rough=draw(st.sampled_from([0.0, 1e-3])),
-    )
+    )  # fmt: skip
 
 
 def memory(stages):

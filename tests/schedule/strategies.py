@@ -130,14 +130,12 @@ class _Run:
 
     def _ops(self, stage: int) -> list[Op]:
         where = self.placement
-        return (
-            [Op.FORWARD]
-            + [Op.BACKWARD] * where.goes_backward(stage)
-            + [Op.RECV_FORWARD] * where.receives_forward(stage)
-            + [Op.SEND_BACKWARD] * where.sends_backward(stage)
-            + [Op.SEND_FORWARD] * where.sends_forward(stage)
-            + [Op.RECV_BACKWARD] * where.receives_backward(stage)
-        )
+        times = {
+            Op.FORWARD: True, Op.BACKWARD: where.goes_backward(stage), Op.RECV_FORWARD: where.receives_forward(stage),
+            Op.SEND_BACKWARD: where.sends_backward(stage), Op.SEND_FORWARD: where.sends_forward(stage),
+            Op.RECV_BACKWARD: where.receives_backward(stage),
+        }  # fmt: skip
+        return [op for op, runs in times.items() if runs]
 
     def may(self, action: Action) -> bool:
         op, stage, unit, group = action
