@@ -85,11 +85,11 @@ def test_without_whole_numbers_the_sequence_is_that_of_the_floats():
 
 
 AMBIGUOUS = {
-    "no tensor is [batch, sequence]": (torch.zeros(B, S, H)),
+    "no tensor is [batch, sequence]": (torch.zeros(B, S, H),),
     "hidden size as long as the sequence": (TOKENS, torch.zeros(B, S, S)),
     "the last of three dimensions": (TOKENS, torch.zeros(B, H, S)),
     "rows and a later dimension": (TOKENS, torch.zeros(B, S, 3, S)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tensors", AMBIGUOUS.values(), ids=AMBIGUOUS)
