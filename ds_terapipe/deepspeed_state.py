@@ -7,9 +7,11 @@ have one flat tensor for each parameter group, divided among the replicas. ``FP1
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -251,6 +253,92 @@ def elements(state: Mapping[str, Any]) -> list[int] | None:
         if key in state:
             return [sum(t.numel() for t in (group if isinstance(group, list) else [group])) for group in state[key]]
     return None
+
+
+class Run(NamedTuple):
+    """Elements ``first`` to ``stop`` of a parameter, from ``offset`` on in a saved tensor."""
+
+    name: str
+    first: int
+    stop: int
+    offset: int
+
+
+class SavedTensor(NamedTuple):
+    """A tensor of an optimizer in a file, with the elements of one parameter of a group, or of several.
+
+    Attributes:
+        padding: number of elements behind the last parameter's.
+        between: those behind each parameter.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    runs: Sequence[Run]
+    padding: int = 0
+    between: Sequence[int] = ()
+
+
+def one_each(group: int, shapes: Mapping[str, tuple[int, ...]]) -> list[SavedTensor]:
+    """Return a tensor for each parameter of a group."""
+    return [SavedTensor(group, shape, [Run(name, 0, prod(shape), 0)]) for name, shape in shapes.items()]
+
+
+def saved_tensors(
+    wrapper: Any, group: int, shapes: Mapping[str, tuple[int, ...]], data: int, replicas: int
+) -> list[SavedTensor]:
+    """Return the tensors that replica number ``data`` would save of a group with these parameters."""
+    masters, sizes = _lists(wrapper)[0], {name: prod(shape) for name, shape in shapes.items()}
+    if masters == "fp32_groups":
+        return one_each(group, shapes)
+    is_whole, total = masters == "fp32_groups_flat", sum(sizes.values())
+    between = [0] * len(sizes) if is_whole else _paddings(wrapper, [*sizes.values()])
+    used, unit = total + sum(between), 1 if is_whole else wrapper.nccl_start_alignment_factor * replicas
+    length = total if is_whole else -(-used // unit) * unit // replicas
+    start, stop, at, runs = data * length, (data + 1) * length, 0, []
+    for (name, size), behind in zip(sizes.items(), between, strict=True):
+        first, last = max(at, start), min(at + size, stop)
+        if first < last:
+            runs.append(Run(name, first - at, last - at, first - start))
+        at += size + behind
+    padding = min(length, max(0, stop - used))
+    if hasattr(wrapper, "bf16_groups"):  # all of it, also if it is longer than the last part
+        padding = length * replicas - used if data == replicas - 1 else 0
+    return [SavedTensor(group, (length,), runs, padding, between)]
+
+
+def _paddings(wrapper: Any, sizes: Sequence[int]) -> list[int]:
+    """Return the number of elements that ZeRO leaves behind each parameter."""
+    found, at = [], 0
+    width = wrapper.bit16_groups_flat[0].element_size() if getattr(wrapper, "parameter_alignment", False) else 16
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        found.append(0 if last else -(at + size) % (16 // gcd(16, width)))
+        at += size + found[-1]
+    return found
+
+
+def with_masters(
+    wrapper: Any, saved: Mapping[str, Any], masters: Sequence[list[Tensor]], tensors: Sequence[SavedTensor]
+) -> dict[str, Any]:
+    """Return a wrapper's saved state with other masters, by parameter group, laid out as `saved_tensors` says."""
+    key = _lists(wrapper)[0]
+    if key == "fp32_groups":
+        return {**saved, key: masters}
+    flat = [tensor for (tensor,) in masters]
+    if key == "fp32_groups_flat":
+        return {**saved, key: flat}
+    from deepspeed.utils.tensor_fragment import fragment_address  # here: FusedLamb goes without DeepSpeed
+
+    found = {**saved, "group_paddings": [tensor.padding for tensor in tensors]}
+    if key == _PARTITIONS:
+        flat = [values[: values.numel() - tensor.padding] for values, tensor in zip(flat, tensors, strict=True)]
+        found["param_alignment_paddings"] = [list(tensor.between) for tensor in tensors]
+    places = [
+        OrderedDict((run.name, fragment_address(numel=run.stop - run.first, start=run.offset)) for run in tensor.runs)
+        for tensor in tensors
+    ]
+    return {**found, _PARTITIONS: flat, _SLICES: places}
 
 
 class Absent:

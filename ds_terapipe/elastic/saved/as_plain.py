@@ -7,26 +7,18 @@ Files then depend on no placement.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
-from math import gcd, prod
+from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from deepspeed.checkpoint.constants import (
-    GROUP_PADDINGS,
-    PARAM_ALIGNMENT_PADDINGS,
-    PARAM_SLICE_MAPPINGS,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-)
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from ds_terapipe.deepspeed_state import Run, SavedTensor, one_each, saved_tensors, with_masters
 from ds_terapipe.elastic.moves.masters import MASTER
 from ds_terapipe.elastic.moves.shares import copy_common
 from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
@@ -34,30 +26,6 @@ from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group,
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
-
-
-class _Run(NamedTuple):
-    """Elements ``first`` to ``stop`` of a parameter, from ``offset`` on in a saved tensor."""
-
-    name: str
-    first: int
-    stop: int
-    offset: int
-
-
-class _Saved(NamedTuple):
-    """A tensor of an optimizer in a checkpoint, with the elements of one parameter of a group, or of several.
-
-    Attributes:
-        padding: number of elements behind the last parameter's.
-        between: those behind each parameter.
-    """
-
-    group: int
-    shape: tuple[int, ...]
-    runs: Sequence[_Run]
-    padding: int = 0
-    between: Sequence[int] = ()
 
 
 class _Held(NamedTuple):
@@ -135,7 +103,9 @@ def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict
     return names[at.pipe], _form(engine.optimizer, kind, saved, here, states, _settings(said))
 
 
-def _like(tensor: _Saved, sources: Mapping[str, Sequence[_Source]], members: Members, kind: str) -> Mapping[str, Any]:
+def _like(
+    tensor: SavedTensor, sources: Mapping[str, Sequence[_Source]], members: Members, kind: str
+) -> Mapping[str, Any]:
     """Return the state of a tensor's first parameter; flat tensors without any are like others of the group."""
     names = [run.name for run in tensor.runs]
     if kind == FLAT or not names:
@@ -194,53 +164,18 @@ def _sources(said: Mapping[int, _Held]) -> dict[str, list[_Source]]:
 
 def _tensors(
     wrapper: Any, kind: str, names: Sequence[Sequence[str]], shapes: Mapping[str, Any], data: int, replicas: int
-) -> Iterator[_Saved]:
+) -> Iterator[SavedTensor]:
     """Yield the tensors of a rank of replica number ``data``, as DeepSpeed's wrappers make them."""
     for group, members in enumerate(names):
-        sizes = [prod(shapes[name]) for name in members]
-        if kind == PLAIN or hasattr(wrapper, "fp32_groups"):
-            for name, size in zip(members, sizes, strict=True):
-                yield _Saved(group, shapes[name], [_Run(name, 0, size, 0)])
-            continue
-        if kind == FLAT:
-            yield _part(wrapper, group, dict(zip(members, sizes, strict=True)), data, replicas)
-            continue
-        starts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        runs = [_Run(name, 0, size, start) for name, start, size in zip(members, starts, sizes, strict=True)]
-        yield _Saved(group, (sum(sizes),), runs)
-
-
-def _part(wrapper: Any, group: int, sizes: Mapping[str, int], data: int, replicas: int) -> _Saved:
-    """Return the part of replica number ``data`` in a group's flat tensor, which ends with padding."""
-    between, at, runs = _paddings(wrapper, [*sizes.values()]), 0, []
-    unit, used = wrapper.nccl_start_alignment_factor * replicas, sum(sizes.values()) + sum(between)
-    length = -(-used // unit) * unit // replicas
-    start, stop = data * length, (data + 1) * length
-    for (name, size), behind in zip(sizes.items(), between, strict=True):
-        first, last = max(at, start), min(at + size, stop)
-        if first < last:
-            runs.append(_Run(name, first - at, last - at, first - start))
-        at += size + behind
-    if isinstance(wrapper, BF16_Optimizer):
-        padding = length * replicas - used if data == replicas - 1 else 0
-    else:
-        padding = min(length, max(0, stop - used))
-    return _Saved(group, (length,), runs, padding, between)
-
-
-def _paddings(wrapper: Any, sizes: Sequence[int]) -> list[int]:
-    """Return the number of elements that ZeRO leaves behind each parameter."""
-    found, at = [], 0
-    width = wrapper.bit16_groups_flat[0].element_size() if getattr(wrapper, "parameter_alignment", False) else 16
-    for number, size in enumerate(sizes):
-        last = number == len(sizes) - 1
-        found.append(0 if last else -(at + size) % (16 // gcd(16, width)))
-        at += size + found[-1]
-    return found
+        of_group = {name: shapes[name] for name in members}
+        if kind == PLAIN:
+            yield from one_each(group, of_group)
+        else:
+            yield from saved_tensors(wrapper, group, of_group, data, replicas)
 
 
 def _exchange(
-    tensors: Mapping[int, Sequence[_Saved]],
+    tensors: Mapping[int, Sequence[SavedTensor]],
     sources: Mapping[str, Sequence[_Source]],
     mine: Mapping[str, Mapping[str, Any]],
     rank: int,
@@ -272,8 +207,8 @@ def _exchange(
 
 
 def _wanted(
-    tensors: Sequence[_Saved], sources: Mapping[str, Sequence[_Source]]
-) -> Iterator[tuple[tuple[int, _Run], _Source]]:
+    tensors: Sequence[SavedTensor], sources: Mapping[str, Sequence[_Source]]
+) -> Iterator[tuple[tuple[int, Run], _Source]]:
     for number, tensor in enumerate(tensors):
         for run in tensor.runs:
             for source in sources.get(run.name, ()):
@@ -294,7 +229,7 @@ def _settings(said: Mapping[int, _Held]) -> list[dict[str, Any]]:
     return [next((settings for settings, filled in of_ranks if filled), of_ranks[0][0]) for of_ranks in by_group]
 
 
-def _joined(tensor: _Saved, of_runs: Sequence[tuple[_Run, Mapping[str, Tensor]]], like: Mapping[str, Any]) -> Any:
+def _joined(tensor: SavedTensor, of_runs: Sequence[tuple[Run, Mapping[str, Tensor]]], like: Mapping[str, Any]) -> Any:
     """Return the state of a tensor; ``like``: a parameter's, as in `_Held`."""
     found: dict[str, Any] = {}
     for key, value in like.items():
@@ -313,7 +248,7 @@ def _form(
     wrapper: Any,
     kind: str,
     saved: Mapping[str, Any],
-    tensors: Sequence[_Saved],
+    tensors: Sequence[SavedTensor],
     states: Sequence[dict[str, Any]],
     settings: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -332,22 +267,4 @@ def _form(
     base = {"state": {number: state for number, state in enumerate(states) if state}, "param_groups": groups}
     if kind == PLAIN:
         return {**saved, **base}
-    found = {**saved, BASE[kind]: {**saved[BASE[kind]], **base}}
-    if hasattr(wrapper, "fp32_groups"):
-        return {**found, "fp32_groups": masters}
-    flat = [tensor for (tensor,) in masters]
-    if kind != FLAT:
-        return {**found, "fp32_groups_flat": flat}
-    if not isinstance(wrapper, BF16_Optimizer):
-        flat = [values[: values.numel() - tensor.padding] for values, tensor in zip(flat, tensors, strict=True)]
-        found[PARAM_ALIGNMENT_PADDINGS] = [list(tensor.between) for tensor in tensors]
-    places = [
-        OrderedDict((run.name, fragment_address(numel=run.stop - run.first, start=run.offset)) for run in tensor.runs)
-        for tensor in tensors
-    ]
-    return {
-        **found,
-        SINGLE_PARTITION_OF_FP32_GROUPS: flat,
-        GROUP_PADDINGS: [tensor.padding for tensor in tensors],
-        PARAM_SLICE_MAPPINGS: places,
-    }
+    return with_masters(wrapper, {**saved, BASE[kind]: {**saved[BASE[kind]], **base}}, masters, tensors)
