@@ -38,7 +38,7 @@ class Rich(Block):
         self.drop, self.plain, self.more = nn.Dropout(0.1), torch.zeros(()), {"by": [1.0, torch.zeros(())]}
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("shift", torch.zeros(1), persistent=False)
-        self.also = self.shift
+        self.also = self.shift  # a second name
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(self.drop(hidden) * self.scale + self.shift + self.plain + self.more["by"][0] * self.more["by"][1])

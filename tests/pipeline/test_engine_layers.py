@@ -46,19 +46,11 @@ class And(Embedding):
         return super().forward(inputs), self.make(*inputs)
 
 
-class Two(Embedding):
-    """Two tensors with gradients."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.tokens(inputs[0]), self.positions(inputs[1])
-
-
 class Early(Embedding):
     """Two tensors; the second one has a gradient up to token 15, and where a slice begins there it requires none."""
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        at = self.positions(inputs[1])
-        early = inputs[1].unsqueeze(-1) < sum(UNEVEN[:2])
+        at, early = self.positions(inputs[1]), inputs[1].unsqueeze(-1) < sum(UNEVEN[:2])
         return super().forward(inputs), torch.where(early, at, at.detach()) if early.any() else at.detach()
 
 
@@ -69,18 +61,11 @@ class AddAgain(Embedding):
         return inputs[0] + self.tokens(inputs[1])
 
 
-class Encoded(Embedding):
-    """Hands on an encoder's states, which are as many as one of the slices has tokens."""
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return super().forward(inputs), self.positions.weight[-4:].expand(len(inputs[0]), -1, -1)
-
-
 def cross(inputs: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention over all states, and with a mask over as many as the inspection's first slice has tokens."""
+    """Attention over an encoder's states: as many as a slice has tokens, and masked as many as the probe's first one."""
     q, k = (split(each, HEADS) for each in inputs)
-    few, mask = k[..., :2, :], torch.ones(1, 2, dtype=torch.bool)
-    return inputs[0] + (attend(q, k, k) + attend(q, few, few, mask)).transpose(1, 2).flatten(2)
+    masked = attend(q, k[..., :2, :], k[..., :2, :], torch.ones(1, 2, dtype=torch.bool))
+    return inputs[0] + (attend(q, k, k) + masked).transpose(1, 2).flatten(2)
 
 
 def rotary(tokens: Tensor, positions: Tensor) -> Tensor:
@@ -120,13 +105,10 @@ def beside(first: Any, join: Any) -> list[Any]:
 
 MODELS: dict[str, list[Any]] = {
     "bool mask": beside(lambda tokens, _: tokens % 5 != 0, lambda inputs: inputs[0] * inputs[1].unsqueeze(-1)),
-    "float without gradient": beside(lambda _, at: (at / 24).cos().unsqueeze(-1), lambda inputs: inputs[0] * inputs[1]),
     "integers": beside(lambda tokens, _: tokens, AddAgain),
-    "two with gradients": beside(Two, lambda inputs: inputs[0] + inputs[1]),
-    "a gradient that ends": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
-    "unused output": beside(Two, lambda inputs: inputs[0]),
-    "an encoder's states": beside(Encoded, cross),
-    "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
+    "two with gradients": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
+    "unused output": beside(Early, lambda inputs: inputs[0]),
+    "an encoder's states": beside(lambda tokens, _: torch.randn(len(tokens), 4, HIDDEN, generator=torch.Generator()), cross),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),

@@ -52,12 +52,6 @@ def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
         box.keep(0)
 
 
-def test_a_gradient_that_was_not_announced_is_an_error():
-    trained, constant = (BoundarySpec((TensorSpec((2,), torch.float32, needs),), True) for needs in (True, False))
-    with pytest.raises(ConfigError, match=r"^stage 1: got output 0 of micro-batch 2 with requires_grad, and of an earlier one"):
-        links_module._needed(1, Unit(2, 0), trained, constant)
-
-
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     """Tensors of every type and of odd shapes, different for each unit."""
     random = torch.Generator().manual_seed(100 * unit.micro_batch + unit.slice)
@@ -183,9 +177,12 @@ def test_a_unit_is_one_message_of_a_boundary_whatever_its_tensors(crossed):
     assert [rank["sent"] for rank in crossed] == [3 * 5 * directions for directions in (1, 2, 2, 1)]
 
 
-def test_another_shape_than_announced_is_an_error_of_the_sender(crossed):
+def test_another_shape_or_more_gradients_than_announced_are_errors_of_the_sender(crossed):
     message = crossed[0]["message"]
     assert message.startswith("outputs of 0.0 are ") and "shape=(2, 4)" in message and "they were " in message
+    constant, trained = (BoundarySpec((TensorSpec((2,), torch.float32, needs),), True) for needs in (False, True))
+    with pytest.raises(ConfigError, match=r"^stage 1: got output 0 of micro-batch 2 with requires_grad, and of an earlier one"):
+        links_module._needed(1, Unit(2, 0), trained, constant)
 
 
 def test_new_lengths_are_told_once_where_the_sequence_is_known_and_few_are_remembered_where_not(crossed):

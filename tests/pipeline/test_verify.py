@@ -78,14 +78,9 @@ Convolution = layer(
     lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
     conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
 )
+rotary_cache = lambda self, x: (setattr(self, "most", max(vars(self).get("most", 0), x.shape[1])), x * self.most)[1]  # noqa: E731
 Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
 MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
-
-
-def longest(self, hidden):
-    """A cache that grows, as dynamic rotary embeddings have one: the longest sequence so far decides."""
-    self.most = max(getattr(self, "most", 0), hidden.shape[1])
-    return hidden * self.most
 
 
 def with_middle(layer, embedding=Embedding, head=Head):
@@ -107,7 +102,7 @@ CHANGED = {
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "random": (with_middle(layer(lambda self, x: x + torch.randn_like(x))), OUTPUT + r".* random numbers or has a state; use"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
-    "longest": (with_middle(layer(longest)), OUTPUT + "(, module 3,)? differs"),
+    "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT = ("hand-written", "bert")

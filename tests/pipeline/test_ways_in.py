@@ -190,12 +190,6 @@ def test_a_mask_beside_is_causal_counts_too(context):
     torch.testing.assert_close(torch.cat(parts, 2), attend(q, k, v, attn_mask=padding[None, :]))
 
 
-def test_cross_attention_over_something_that_is_not_cut_is_left_alone(context):
-    (q, *_), (_, k, v) = rows(4), rows(7)
-    (got,) = run(context, Span(4, 8, 12), lambda: sdpa(q, k, v))
-    assert torch.equal(got, sdpa(q, k, v))
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_outside_slices_and_without_an_engine_nothing_changes(grad):
     q, k, v = rows(6, requires_grad=grad)
