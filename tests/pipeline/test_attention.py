@@ -221,6 +221,13 @@ def test_key_padding_with_rows_that_see_nothing_gives_zeros_and_no_nan(dtype):
     assert all(torch.isfinite(t).all() for t in got) and (got[0][1, :, :6] == 0).all()
 
 
+def test_a_mask_of_one_row_is_every_querys():
+    padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    padding[1, ..., 1] = False
+    got, rows = forward(SliceContext(), Span(0, 4, 6), tensors(total=6)[:3], padding)
+    assert relative(got, F.scaled_dot_product_attention(*rows, padding[..., :4])) < 1e-10
+
+
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, (4, 13, 13)), (4, (1, 13, 13)), (2, (4, 13, 13))])
 def test_a_learned_bias_gets_its_gradient(kv_heads, size):
     q, k, v, grad = tensors(kv_heads=kv_heads)

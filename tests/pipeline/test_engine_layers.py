@@ -109,6 +109,7 @@ MODELS: dict[str, list[Any]] = {
     "two with gradients": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
     "unused output": beside(Early, lambda inputs: inputs[0]),
     "an encoder's states": beside(lambda tokens, _: torch.randn(len(tokens), 4, HIDDEN, generator=torch.Generator()), cross),
+    "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),
