@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing.spawn
 import os
@@ -108,13 +109,16 @@ def mark(name: str) -> None:
     print(f"MARK {name} {time.monotonic():.3f}", flush=True)
 
 
+_PORTS = itertools.count(random.SystemRandom().randrange(17000))  # hypothesis seeds the module's own
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago.
+    """A TCP port that was free a moment ago, and that no other launch of this process gets before it is used.
 
     Not one of those that the system gives to connections (32768 and up): another test's would take it before it is used.
     """
     while True:
-        port = random.SystemRandom().randrange(15000, 32000)  # hypothesis seeds the module's own
+        port = 15000 + next(_PORTS) % 17000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

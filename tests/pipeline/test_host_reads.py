@@ -22,10 +22,11 @@ from tests.spawn import launched
 SLICES, MICRO_BATCHES, BF16 = 4, 2, {"bf16": {"enabled": True}}
 RANGES = {"activation_checkpoint_interval": 1, "checkpointable_layers": ["Block", "Noisy"]}
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"clip": 0.5}, "bf16": {"config": BF16},
+    "plain": {"clip": 0.5},
+    "bf16": {"config": BF16},
     "recomputed": {"module": RANGES, "config": {"pipeline": {"use_reentrant": False}}},
     "recomputed, reentrant": {"module": RANGES},
-}  # fmt: skip
+}
 MEGATRON = {"megatron": Model(), "megatron, recomputed": Model(checkpoint_interval=1)}
 
 
@@ -39,10 +40,12 @@ class Noisy(Block):
 
 
 READS: dict[str, Any] = {
-    "item": lambda hidden: hidden.sum().item(), "tolist": lambda hidden: hidden[0, 0].tolist(),
-    "a mask": lambda hidden: hidden[hidden > 0], "unique": lambda hidden: hidden.unique(),
+    "item": lambda hidden: hidden.sum().item(),
+    "tolist": lambda hidden: hidden[0, 0].tolist(),
+    "a mask": lambda hidden: hidden[hidden > 0],
+    "unique": lambda hidden: hidden.unique(),
     "to the host": lambda hidden: hidden.detach().cpu(),
-}  # fmt: skip
+}
 
 
 class Reading(Block):
