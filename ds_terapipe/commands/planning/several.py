@@ -27,20 +27,13 @@ def read_placed(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         return inputs
     found = placed(inputs, asked) if present is None else None
     if found is None:
-        key = (
-            "--plan"
-            if plan is not None
-            else "--schedule"
-            if inputs.config is None
-            else "token_pipeline.stages_per_place"
-        )
+        key = "--schedule" if inputs.config is None else "token_pipeline.stages_per_place"
+        key = key if plan is None else "--plan"
         if isinstance(inputs.source, Measured):
             rule = f"as {inputs.source.path} was measured, {placement_text(present)}"
             raise bad_value(key, placement_text(asked), rule, "another --measured")
-        each = len(asked.stages) // asked.places
-        rule = "a divisor of the layers of each of --stage-layers, " + ",".join(
-            map(str, getattr(inputs.source, "layers", ()))
-        )
+        each, layers = len(asked.stages) // asked.places, getattr(inputs.source, "layers", ())
+        rule = f"a divisor of the layers of each of --stage-layers, {','.join(map(str, layers))}"
         raise bad_value(key, f"{each} stages on a place", rule, "other --stages")
     return found
 

@@ -86,23 +86,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, call: Call) -> tup
 
 
 def _gradients(grad: Tensor, saved: tuple[Tensor, ...], k: Tensor, v: Tensor, is_causal: bool, call: Call) -> Gradients:
-    q, out, sums, seed, offset = saved
-    made = _ATEN._scaled_dot_product_cudnn_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        sums,
-        seed,
-        offset,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        is_causal,
-        scale=call.scale,
+    q, *of_forward = saved
+    no_bias_and_lengths, sizes = (None, None, None), (q.shape[2], k.shape[2])
+    backward = _ATEN._scaled_dot_product_cudnn_attention_backward
+    return Gradients(
+        *backward(grad, q, k, v, *of_forward, *no_bias_and_lengths, *sizes, 0.0, is_causal, scale=call.scale)
     )
-    return Gradients(*made)
