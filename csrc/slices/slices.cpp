@@ -22,9 +22,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -39,12 +42,94 @@ using torch::autograd::variable_list;
 
 namespace {
 
+template <typename Call>
+c10::intrusive_ptr<Call> call_of(AutogradContext* ctx) {
+  return c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+}
+
 // -------------------------------------------------------------------------------------------------------- weight gradients
 
-// Operands of the weight gradients of linear layers, by micro-batch and layer, in the order of the backward pass.
+// What all layers share: tokens below which operands are joined for a product, and the texts of errors.
+struct Rules {
+  int64_t least_tokens;
+  std::string outside, changed;
+};
+
+// Operands of one linear layer's weight gradients in a micro-batch, in the order of the backward pass; see _Kept.
+class KeptLinear {
+ public:
+  struct Slice {
+    int64_t index;
+    Tensor inputs, gradient;
+    int64_t inputs_version, gradient_version;
+  };
+
+  KeptLinear(Tensor weight, optional<Tensor> bias, std::shared_ptr<const Rules> rules)
+      : weight(std::move(weight)), bias(std::move(bias)), rules_(std::move(rules)) {}
+
+  bool is_of(const Tensor& of_weight, const optional<Tensor>& of_bias) const {
+    return weight.is_same(of_weight) && bias.has_value() == of_bias.has_value() && (!bias || bias->is_same(*of_bias));
+  }
+
+  void add(int64_t slice, const Tensor& inputs, const Tensor& gradient) {
+    slices_.push_back({slice, inputs, gradient, inputs._version(), gradient._version()});
+  }
+
+  bool has_from(int64_t first) const {
+    return std::any_of(slices_.begin(), slices_.end(), [&](const Slice& slice) { return slice.index >= first; });
+  }
+
+  variable_list parameters() const { return bias ? variable_list{weight, *bias} : variable_list{weight}; }
+
+  variable_list tensors() const {
+    variable_list all;
+    for (const Slice& slice : slices_) all.insert(all.end(), {slice.inputs, slice.gradient});
+    return all;
+  }
+
+  // Returns the gradients of the weight and of the bias, undefined without one, and frees the operands one by one.
+  std::pair<Tensor, Tensor> take(int64_t first) {
+    const auto begin = std::stable_partition(slices_.begin(), slices_.end(), [&](const Slice& slice) { return slice.index < first; });
+    std::vector<Slice> taken(std::make_move_iterator(begin), std::make_move_iterator(slices_.end()));
+    slices_.erase(begin, slices_.end());
+    int64_t tokens = 0;
+    for (const Slice& slice : taken) {
+      if (slice.inputs._version() != slice.inputs_version || slice.gradient._version() != slice.gradient_version) {
+        throw std::runtime_error(rules_->changed);
+      }
+      tokens += slice.gradient.size(0);
+    }
+    const bool one_by_one = weight.is_cpu() && (weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kDouble);
+    const int64_t least = one_by_one ? rules_->least_tokens : tokens;
+    Tensor of_weight, of_bias;
+    for (auto next = taken.begin(); next != taken.end();) {
+      variable_list inputs, gradients;
+      for (int64_t rows = 0; next != taken.end() && rows < least; ++next) {
+        rows += next->gradient.size(0);
+        inputs.push_back(std::move(next->inputs)), gradients.push_back(std::move(next->gradient));
+      }
+      const Tensor input = joined(std::move(inputs)), gradient = joined(std::move(gradients));
+      of_weight = of_weight.defined() ? of_weight.addmm_(gradient.t(), input) : at::mm(gradient.t(), input);
+      if (bias) of_bias = of_bias.defined() ? of_bias.add_(gradient.sum(0)) : gradient.sum(0);
+    }
+    return {of_weight, of_bias};
+  }
+
+  const Tensor weight;
+  const optional<Tensor> bias;
+
+ private:
+  static Tensor joined(variable_list&& parts) { return parts.size() == 1 ? parts[0] : at::cat(std::exchange(parts, {})); }
+
+  const std::shared_ptr<const Rules> rules_;
+  std::vector<Slice> slices_;
+};
+
+// The linear layers' operands by micro-batch.
 class Operands {
  public:
-  explicit Operands(std::string outside) : outside_(std::move(outside)) {}
+  Operands(int64_t least_tokens, std::string outside, std::string changed)
+      : rules_(std::make_shared<Rules>(least_tokens, std::move(outside), std::move(changed))) {}
 
   // The running backward pass: what is kept belongs to this slice, until end().
   void begin(int64_t micro_batch, int64_t slice) { micro_batch_ = micro_batch, slice_ = slice, running_ = true; }
@@ -52,32 +137,17 @@ class Operands {
 
   // Keeps inputs [tokens, in] and the gradient of the outputs [tokens, out].
   void keep(const Tensor& weight, const optional<Tensor>& bias, const Tensor& inputs, const Tensor& gradient) {
-    TORCH_CHECK(running_, outside_);
+    TORCH_CHECK(running_, rules_->outside);
     const std::lock_guard<std::mutex> lock(mutex_);  // a model on two devices runs backward in two threads
     auto& layers = kept_[micro_batch_];
-    const auto same = [&](const Layer& layer) {
-      return layer.weight.is_same(weight) && layer.bias.has_value() == bias.has_value() && (!bias || layer.bias->is_same(*bias));
-    };
-    auto layer = std::find_if(layers.begin(), layers.end(), same);
-    if (layer == layers.end()) layer = layers.insert(layers.end(), {weight, bias, {}});
-    layer->slices.push_back({slice_, inputs, gradient, inputs._version(), gradient._version()});
+    auto layer = std::find_if(layers.begin(), layers.end(), [&](const auto& each) { return each->is_of(weight, bias); });
+    if (layer == layers.end()) layer = layers.insert(layers.end(), std::make_shared<KeptLinear>(weight, bias, rules_));
+    (*layer)->add(slice_, inputs, gradient);
   }
 
-  // Returns and forgets a micro-batch's layers: (weight, bias or None, [(slice, (inputs, gradient), (their versions))]).
-  py::list take(int64_t micro_batch) {
-    py::list taken;
+  std::vector<std::shared_ptr<KeptLinear>> layers(int64_t micro_batch) const {
     const auto found = kept_.find(micro_batch);
-    if (found == kept_.end()) return taken;
-    for (const Layer& layer : found->second) {
-      py::list slices;
-      for (const Slice& each : layer.slices) {
-        slices.append(py::make_tuple(each.index, py::make_tuple(each.inputs, each.gradient),
-                                     py::make_tuple(each.inputs_version, each.gradient_version)));
-      }
-      taken.append(py::make_tuple(layer.weight, layer.bias ? py::cast(*layer.bias) : py::object(py::none()), slices));
-    }
-    kept_.erase(found);
-    return taken;
+    return found == kept_.end() ? std::vector<std::shared_ptr<KeptLinear>>() : found->second;
   }
 
   // Micro-batches that have operands.
@@ -87,26 +157,44 @@ class Operands {
     return numbers;
   }
 
+  void drop(int64_t micro_batch) { kept_.erase(micro_batch); }
   void clear() { kept_.clear(); }
 
  private:
-  struct Slice {
-    int64_t index;
-    Tensor inputs, gradient;
-    int64_t inputs_version, gradient_version;
-  };
-  struct Layer {
-    Tensor weight;
-    optional<Tensor> bias;
-    std::vector<Slice> slices;
-  };
-
-  std::string outside_;  // the error of a backward pass that is not the pipeline's
+  std::shared_ptr<const Rules> rules_;
   bool running_ = false;
   int64_t micro_batch_ = 0, slice_ = 0;
   std::mutex mutex_;
-  std::map<int64_t, std::vector<Layer>> kept_;
+  std::map<int64_t, std::vector<std::shared_ptr<KeptLinear>>> kept_;
 };
+
+struct ProductsCall : torch::CustomClassHolder {
+  ProductsCall(std::shared_ptr<KeptLinear> kept, int64_t first, bool follows) : kept(std::move(kept)), first(first), follows(follows) {}
+  const std::shared_ptr<KeptLinear> kept;
+  const int64_t first;
+  const bool follows;  // whether another layer follows
+};
+
+// Node of a linear layer: nothing forward, the gradients of its parameters backward; see _Products in weight_gradients.py.
+class Products : public Function<Products> {
+ public:
+  static Tensor forward(AutogradContext* ctx, const optional<Tensor>&, const Tensor& weight, const optional<Tensor>&,
+                        const c10::intrusive_ptr<ProductsCall>& call) {
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    return at::empty({0}, weight.options());
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    const auto call = call_of<ProductsCall>(ctx);
+    auto [of_weight, of_bias] = call->kept->take(call->first);
+    return {call->follows ? gradients[0] : Tensor(), std::move(of_weight), std::move(of_bias), Tensor()};
+  }
+};
+
+// Returns an empty tensor whose backward makes the layer's gradients, and runs that of `then` after it.
+Tensor products_of(const std::shared_ptr<KeptLinear>& kept, int64_t first, const optional<Tensor>& then) {
+  return Products::apply(then, kept->weight, kept->bias, c10::make_intrusive<ProductsCall>(kept, first, then.has_value()));
+}
 
 struct LinearCall : torch::CustomClassHolder {  // hidden from autograd: an edge to a weight would run its hooks slice by slice
   LinearCall(Tensor weight, optional<Tensor> bias, std::shared_ptr<Operands> operands)
@@ -118,11 +206,6 @@ struct LinearCall : torch::CustomClassHolder {  // hidden from autograd: an edge
   const optional<Tensor> bias;
   const std::shared_ptr<Operands> operands;
 };
-
-template <typename Call>
-c10::intrusive_ptr<Call> call_of(AutogradContext* ctx) {
-  return c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
-}
 
 // A gradient that cannot be differentiated again, as by torch.autograd.function.once_differentiable.
 class Once : public Function<Once> {
@@ -362,12 +445,18 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
 
 PYBIND11_MODULE(_slices, module) {
   using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<KeptLinear, std::shared_ptr<KeptLinear>>(module, "KeptLinear")
+      .def_property_readonly("parameters", &KeptLinear::parameters)
+      .def("has_from", &KeptLinear::has_from)
+      .def("tensors", &KeptLinear::tensors)
+      .def("node", &products_of);
   py::class_<Operands, std::shared_ptr<Operands>>(module, "Operands")
-      .def(py::init<std::string>())
+      .def(py::init<int64_t, std::string, std::string>())
       .def("begin", &Operands::begin)
       .def("end", &Operands::end)
-      .def("take", &Operands::take)
+      .def("layers", &Operands::layers)
       .def("micro_batches", &Operands::micro_batches)
+      .def("drop", &Operands::drop)
       .def("clear", &Operands::clear);
   py::class_<KeyGradients, std::shared_ptr<KeyGradients>>(module, "KeyGradients")
       .def(py::init<int64_t>())

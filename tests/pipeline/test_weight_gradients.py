@@ -232,20 +232,19 @@ def test_tensors_that_were_written_into_are_refused(which):
     assert layer.weight.grad is None
 
 
-def test_one_layers_gradients_are_there_at_a_time(monkeypatch):
-    seen, make = [], OfLinear.__call__
+def test_one_layers_gradients_are_there_at_a_time():
+    net, keeper, seen = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4))), WeightGradients(), []
 
-    def spy(rule, parameters, operands):
-        gradients = make(rule, parameters, operands)
-        assert not [ref for ref in seen if ref() is not None], "the gradients of another layer are still there"
-        seen.extend(weakref.ref(gradient.untyped_storage()) for gradient in gradients)
-        return gradients
+    def spy(layer, gradient):
+        others = [ref for other, ref in seen if other is not layer and ref() is not None]
+        assert not others, "the gradients of another layer are still there"
+        seen.append((layer, weakref.ref(gradient.untyped_storage())))
 
-    net, keeper = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(4))), WeightGradients()
-    for parameter in net.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # else the first gradient is taken as it is
     run_sliced(net, torch.randn(1, TOKENS, FEATURES), [6] * 4, keeper)
-    monkeypatch.setattr(OfLinear, "__call__", spy)
+    for layer in net:
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)  # else the first gradient is taken as it is
+            parameter.register_hook(partial(spy, layer))
     keeper.make(0)
     assert len(seen) == 8 and all(parameter.grad.any() for parameter in net.parameters())
 

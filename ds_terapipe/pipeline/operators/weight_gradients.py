@@ -13,17 +13,17 @@ schedules and MEPipe; they remove TeraPipe's fixed cost per slice.)
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import starmap
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_terapipe.pipeline.operators import compiled
+from ds_terapipe.pipeline.operators.autograd import apply
 from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.schedule import Unit
@@ -34,6 +34,11 @@ _LEAST_TOKENS = 128
 _OUTSIDE = (
     'token_pipeline.weight_gradients: got "micro_batch" and a model that differentiates its own linear layers '
     '(torch.autograd.grad in its forward?), must leave that to the pipeline, use "slice"'
+)
+
+_CHANGED = (
+    "token_pipeline.weight_gradients: got an input or output gradient of a linear layer or embedding that was modified in "
+    'place during the backward pass, must be left alone until the micro-batch is through, use "slice"'
 )
 
 Operands = tuple[Tensor, ...]
@@ -109,7 +114,7 @@ class WeightGradients:
         self._layers: dict[int, dict[tuple[Rule, tuple[int, ...], int], _Kept]] = defaultdict(dict)
         self._unit: Unit | None = None
         self.compiled = compiled.load()
-        self.operands = None if self.compiled is None else self.compiled.Operands(_OUTSIDE)
+        self.operands = None if self.compiled is None else self.compiled.Operands(_LEAST_TOKENS, _OUTSIDE, _CHANGED)
 
     @contextmanager
     def backward(self, unit: Unit) -> Iterator[None]:
@@ -145,30 +150,30 @@ class WeightGradients:
     def make(self, micro_batch: int, first_slice: int = 0, of: Callable[[Tensor], bool] | None = None) -> None:
         """Make the gradients of a micro-batch and accumulate them like a backward pass: hooks of a parameter run once.
 
+        It is one: of a graph in which each layer is a node, and the layers follow each other.
+
         Args:
             micro_batch: the micro-batch.
             first_slice: use operands of this slice and later ones, which have run backward; the rest stays.
             of: whether to make the gradients of a layer with this weight; None: those of all layers.
         """
-        self._collect(micro_batch)
-        kept_layers = self._layers.get(micro_batch, {})
-        wanted = [key for key, kept in kept_layers.items() if of is None or of(kept.parameters[0])]
-        layers = [kept_layers.pop(key) if first_slice == 0 else kept_layers[key] for key in wanted]
-        to_come = Counter(id(parameter) for kept in layers for parameter in kept.parameters)
-        sums: dict[int, Tensor] = {}  # sums of tied weights, until all of their layers have added to them
-        for kept in layers:
-            _add(sums, kept.take(first_slice))
-            to_come.subtract(map(id, kept.parameters))
-            _accumulate([(p, sums.pop(id(p))) for p in kept.parameters if id(p) in sums and not to_come[id(p)]])
-        if not kept_layers:
+        roots: dict[torch.device, Tensor] = {}
+        for kept in reversed(self._kept(micro_batch)):
+            weight = kept.parameters[0]
+            if kept.has_from(first_slice) and (of is None or of(weight)):
+                roots[weight.device] = kept.node(first_slice, roots.get(weight.device))
+        if roots:
+            torch.autograd.backward(list(roots.values()), [torch.empty_like(root) for root in roots.values()])
+        if first_slice == 0 and of is None:
             self._layers.pop(micro_batch, None)
+            if self.operands is not None:
+                self.operands.drop(micro_batch)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes kept for all micro-batches in their backward pass; tensors that layers share count once."""
-        for micro_batch in () if self.operands is None else self.operands.micro_batches():
-            self._collect(micro_batch)
-        layers = (layer for of_one in self._layers.values() for layer in of_one.values())
+        micro_batches = {*self._layers, *(() if self.operands is None else self.operands.micro_batches())}
+        layers = (layer for micro_batch in micro_batches for layer in self._kept(micro_batch))
         return sum(storage_bytes(tensor for layer in layers for tensor in layer.tensors()).values())
 
     def clear(self) -> None:
@@ -177,15 +182,10 @@ class WeightGradients:
         if self.operands is not None:
             self.operands.clear()
 
-    def _collect(self, micro_batch: int) -> None:
-        """Take over what the linear layers in C++ have kept for a micro-batch."""
-        for weight, bias, slices in () if self.operands is None else self.operands.take(micro_batch):
-            parameters = (weight,) if bias is None else (weight, bias)
-            key = OF_LINEAR, tuple(map(id, parameters)), 0
-            layers = self._layers[micro_batch]
-            if key not in layers:
-                layers[key] = _Kept(OF_LINEAR, parameters)
-            layers[key].extend(starmap(_Left, slices))
+    def _kept(self, micro_batch: int) -> list[Any]:
+        """Return what the layers of a micro-batch have kept, here and in C++."""
+        layers = [] if self.operands is None else self.operands.layers(micro_batch)
+        return [*layers, *self._layers.get(micro_batch, {}).values()]
 
 
 class _Left(NamedTuple):
@@ -211,48 +211,44 @@ class _Kept:
         """Whether the slice of this index has operands."""
         return any(left.slice == index for left in self._left)
 
-    def extend(self, left: Iterable[_Left]) -> None:
-        self._left.extend(left)
+    def has_from(self, first_slice: int) -> bool:
+        """Whether there are gradients to be made from the operands of this slice and later ones."""
+        return any(left.slice >= first_slice for left in self._left) and not (first_slice and self._rule.needs_all)
 
     def add(self, index: int, operands: Operands) -> None:
         self._left.append(_Left(index, operands, _versions(operands)))
 
-    def take(self, first_slice: int) -> list[tuple[Tensor, Tensor]]:
-        """Return parameters and gradients, empty without operands, and free the operands.
+    def node(self, first_slice: int, then: Tensor | None) -> Tensor:
+        """Return an empty tensor whose backward makes the gradients, and runs that of ``then`` after it."""
+        root: Tensor = apply(_Products, self, first_slice, then, *self.parameters)
+        return root
+
+    def take(self, first_slice: int) -> list[Tensor]:
+        """Return the parameters' gradients, and free their operands.
 
         Raises RuntimeError if an operation of PyTorch has written into an operand: the gradient would be wrong.
         """
-        if first_slice > 0 and self._rule.needs_all:
-            return []
         taken = [left for left in self._left if left.slice >= first_slice]
         self._left = [left for left in self._left if left.slice < first_slice]
-        if not taken:
-            return []
         if any(_versions(left.operands) != left.versions for left in taken):
-            raise RuntimeError(
-                "token_pipeline.weight_gradients: got an input or output gradient of a linear layer or embedding that was "
-                "modified in place during the backward pass, must be left alone until the micro-batch is through, "
-                'use "slice"'
-            )
+            raise RuntimeError(_CHANGED)
         operands = [left.operands for left in taken]
         taken.clear()
-        return list(zip(self.parameters, self._rule(self.parameters, operands), strict=True))
+        return self._rule(self.parameters, operands)
 
 
-def _add(sums: dict[int, Tensor], gradients: list[tuple[Tensor, Tensor]]) -> None:
-    for parameter, gradient in gradients:
-        known = sums.get(id(parameter))
-        sums[id(parameter)] = gradient if known is None else known.add_(gradient)
+class _Products(torch.autograd.Function):
+    """Node of a layer: nothing forward, the gradients of its parameters backward."""
 
+    @staticmethod
+    def forward(ctx: Any, kept: _Kept, first_slice: int, then: Tensor | None, *parameters: Tensor) -> Tensor:
+        ctx.kept, ctx.first_slice = kept, first_slice
+        return parameters[0].new_empty(0)
 
-def _accumulate(gradients: list[tuple[Tensor, Tensor]]) -> None:
-    """Accumulate gradients into ``grad``, as autograd does. Empties the list."""
-    if gradients:
-        with torch.enable_grad():
-            roots = [parameter.view_as(parameter) for parameter, _ in gradients]
-        made = [gradient for _, gradient in gradients]
-        gradients.clear()
-        torch.autograd.backward(roots, made)
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        then = gradient if ctx.needs_input_grad[2] else None
+        return None, None, then, *ctx.kept.take(ctx.first_slice)
 
 
 def _versions(tensors: Operands) -> tuple[int, ...]:
