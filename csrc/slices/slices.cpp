@@ -157,7 +157,6 @@ class Operands {
     return numbers;
   }
 
-  void drop(int64_t micro_batch) { kept_.erase(micro_batch); }
   void clear() { kept_.clear(); }
 
  private:
@@ -169,10 +168,9 @@ class Operands {
 };
 
 struct ProductsCall : torch::CustomClassHolder {
-  ProductsCall(std::shared_ptr<KeptLinear> kept, int64_t first, bool follows) : kept(std::move(kept)), first(first), follows(follows) {}
+  ProductsCall(std::shared_ptr<KeptLinear> kept, int64_t first) : kept(std::move(kept)), first(first) {}
   const std::shared_ptr<KeptLinear> kept;
   const int64_t first;
-  const bool follows;  // whether another layer follows
 };
 
 // Node of a linear layer: nothing forward, the gradients of its parameters backward; see _Products in weight_gradients.py.
@@ -184,16 +182,16 @@ class Products : public Function<Products> {
     return at::empty({0}, weight.options());
   }
 
-  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
     const auto call = call_of<ProductsCall>(ctx);
     auto [of_weight, of_bias] = call->kept->take(call->first);
-    return {call->follows ? gradients[0] : Tensor(), std::move(of_weight), std::move(of_bias), Tensor()};
+    return {Tensor(), std::move(of_weight), std::move(of_bias), Tensor()};
   }
 };
 
 // Returns an empty tensor whose backward makes the layer's gradients, and runs that of `then` after it.
 Tensor products_of(const std::shared_ptr<KeptLinear>& kept, int64_t first, const optional<Tensor>& then) {
-  return Products::apply(then, kept->weight, kept->bias, c10::make_intrusive<ProductsCall>(kept, first, then.has_value()));
+  return Products::apply(then, kept->weight, kept->bias, c10::make_intrusive<ProductsCall>(kept, first));
 }
 
 struct LinearCall : torch::CustomClassHolder {  // hidden from autograd: an edge to a weight would run its hooks slice by slice
@@ -456,7 +454,6 @@ PYBIND11_MODULE(_slices, module) {
       .def("end", &Operands::end)
       .def("layers", &Operands::layers)
       .def("micro_batches", &Operands::micro_batches)
-      .def("drop", &Operands::drop)
       .def("clear", &Operands::clear);
   py::class_<KeyGradients, std::shared_ptr<KeyGradients>>(module, "KeyGradients")
       .def(py::init<int64_t>())

@@ -164,10 +164,6 @@ class WeightGradients:
                 roots[weight.device] = kept.node(first_slice, roots.get(weight.device))
         if roots:
             torch.autograd.backward(list(roots.values()), [torch.empty_like(root) for root in roots.values()])
-        if first_slice == 0 and of is None:
-            self._layers.pop(micro_batch, None)
-            if self.operands is not None:
-                self.operands.drop(micro_batch)
 
     @property
     def kept_bytes(self) -> int:
@@ -246,9 +242,8 @@ class _Products(torch.autograd.Function):
         return parameters[0].new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        then = gradient if ctx.needs_input_grad[2] else None
-        return None, None, then, *ctx.kept.take(ctx.first_slice)
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.kept.take(ctx.first_slice)
 
 
 def _versions(tensors: Operands) -> tuple[int, ...]:
