@@ -20,7 +20,7 @@ from deepspeed.runtime import config, constants
 from ds_terapipe import autoload, refusals, trainers
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import LOADING, QUEUES
-from ds_terapipe.register import wrap
+from ds_terapipe.register import _checked, wrap
 
 from .spawn import run_script
 
@@ -323,8 +323,10 @@ def test_with_one_hardware_queue_kernels_are_loaded_at_the_start_or_the_launch_i
     monkeypatch.setenv(QUEUES, "1")
     one, two = (SimpleNamespace(num_pipeline_stages=lambda n=n: n) for n in (1, 2))
     refusals.check_hardware_queue(one)
+    for other in ("check_config", "check_keys", "check_model", "advise"):
+        monkeypatch.setattr(refusals, other, lambda *given, **options: None)
     with pytest.raises(ConfigError, match=r"^CUDA_DEVICE_MAX_CONNECTIONS: got 1, .*, use CUDA_MODULE_LOADING=EAGER beside it$"):
-        refusals.check_hardware_queue(two)
+        _checked({"token_pipeline": {}}, {"model": two})
     monkeypatch.setenv(LOADING, "EAGER")
     refusals.check_hardware_queue(two)
 
