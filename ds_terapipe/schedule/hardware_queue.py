@@ -45,25 +45,24 @@ Program: TypeAlias = Sequence[Entry]
 AnyRank = TypeVar("AnyRank", bound=Hashable)
 
 
-def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> dict[int, int]:
+def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD) -> dict[int, int]:
     """Return the actions at which places deadlock on one hardware queue each.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
         posted_ahead: receives of a channel that are issued before their turn; 0 where shapes are not known yet.
-        messages: per unit and boundary.
 
     Returns:
         For each place that does not come to its end, the index of the action at which its queue stands.
     """
-    programs = {place: program_of(row, posted_ahead, messages) for place, row in enumerate(grid)}
+    programs = {place: program_of(row, posted_ahead) for place, row in enumerate(grid)}
     at = dispatch(programs)
     return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
 
 
-def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
+def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD) -> Program:
     """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
-    return _Issued(row, posted_ahead, messages).entries
+    return _Issued(row, posted_ahead).entries
 
 
 def dispatch(
@@ -112,14 +111,14 @@ def dispatch(
 class _Issued:
     """Entries of a place's host while it walks along its row, as ``pipeline/transport/p2p.py`` issues them."""
 
-    def __init__(self, row: Sequence[Action], posted_ahead: int, messages: int) -> None:
+    def __init__(self, row: Sequence[Action], posted_ahead: int) -> None:
         self.entries: list[Entry] = []
-        self._ahead, self._messages, self._at = posted_ahead, messages, 0
+        self._ahead, self._at = posted_ahead, 0
         self._computed: tuple[int, ...] = ()  # the last entry of the computations
         self._goes_backward = {action.stage for action in row if action.op is Op.BACKWARD}
         self._expected: dict[Channel, deque[Unit]] = {}
-        self._posted: dict[Channel, deque[tuple[int, ...]]] = {}
-        self._sent: dict[Channel, deque[tuple[Unit, tuple[int, ...]]]] = {}
+        self._posted: dict[Channel, deque[int]] = {}
+        self._sent: dict[Channel, deque[tuple[Unit, int]]] = {}
         for action in row:
             if action.op.is_receive:
                 self._expected.setdefault(channel_of(action), deque()).append(action.unit)
@@ -143,7 +142,7 @@ class _Issued:
                     self._wait_for_sends(outputs, len(units) - units.index(action.unit) - 1)
         else:
             channel = channel_of(action)
-            sent = self._message(("out", channel), channel, action.unit, self._computed)
+            sent = self._issue(("out", channel), self._computed, (channel, action.unit))
             self._sent.setdefault(channel, deque()).append((action.unit, sent))
             if action.op is Op.SEND_BACKWARD:
                 self._wait_for_sends(channel, SENT_KEPT)
@@ -152,21 +151,18 @@ class _Issued:
 
     def _receive(self, channel: Channel) -> None:
         self._post(channel, max(self._ahead, 1))
-        self._issue(COMPUTE, self._posted[channel].popleft())
+        self._issue(COMPUTE, (self._posted[channel].popleft(),))
         self._post(channel)
 
     def _post(self, channel: Channel, ahead: int | None = None) -> None:
         expected, posted = self._expected[channel], self._posted.setdefault(channel, deque())
         while expected and len(posted) < (self._ahead if ahead is None else ahead):
-            posted.append(self._message(("in", channel), channel, expected.popleft()))
-
-    def _message(self, stream: Hashable, channel: Channel, unit: Unit, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return tuple(self._issue(stream, after, (channel, unit, part)) for part in range(self._messages))
+            posted.append(self._issue(("in", channel), (), (channel, expected.popleft())))
 
     def _wait_for_sends(self, channel: Channel, kept: int) -> None:
         sent = self._sent[channel]
         while len(sent) > kept:
-            self._issue(COMPUTE, sent.popleft()[1])
+            self._issue(COMPUTE, (sent.popleft()[1],))
 
     def _issue(self, stream: Hashable, after: tuple[int, ...] = (), joins: Hashable = None) -> int:
         self.entries.append(Entry(stream, self._at, after, joins))

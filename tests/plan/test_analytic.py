@@ -105,6 +105,7 @@ def test_files_are_read(tmp_path):
     (load_cluster, {**CLUSTER, "memory_gb": -1}, "memory_gb", "a positive number"),
     (load_cluster, {**CLUSTER, "slowest_link_gb_per_s": 301}, "slowest_link_gb_per_s", "link_gb_per_s (300)"),
     (load_cluster, {**CLUSTER, "rates": {"flop": 1}}, "rates.flop", "flops"),
+    (load_model, {**MODEL, "num_layer": 4}, "num_layer", "num_layers"),
     (load_model, {**MODEL, "num_attention_heads": 5}, "num_attention_heads", "a divisor of hidden_size (64)"),
     (load_cluster, None, "cannot be read", "p3.16xlarge"),
 ])  # fmt: skip

@@ -88,6 +88,7 @@ def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, fac
     cost, search_s = ExampleCost(factors, 1e-3, 1e-3, 1e-4, weights), float(where is not None)
     plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=search_s))
     assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
+    assert "W" not in str(plan.order)  # without weights in one piece it has no weight gradients
 
 
 def fits(request, schedule, lengths):

@@ -85,6 +85,7 @@ BROKEN = [
     (lambda d: d.update(layers={"stages": [[1.0], [-1.0]], "ends": [0, 0]}), "layers.stages"),
     # the last stage has no layer but the end
     (lambda d: d.update(layers={"stages": [[1.0, 1.0], [1.0]], "ends": [0, 1]}), "layers.ends: "),
+    (lambda d: d.update(layers={"stages": [[1.0, 1.0]], "ends": [1, 1]}, stages=d["stages"][:1], messages=[], memory=None), "layers.ends: "),
     (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
 ]  # fmt: skip
 
@@ -131,7 +132,7 @@ def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS)
     times, steps = StepTimes(truth, STAGES, micro_batches, once), []
     for number, slices in enumerate(trials):
         simulation = times.simulate(schedule, slices)
-        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.intervals, step=number)]
+        events = [e._replace(run=MEASURED, step=number) for e in events_of(simulation.grid, simulation.intervals)]
         steps.append(RecordedStep(slices, events, simulation.makespan + 0.05))
     return steps
 
@@ -191,6 +192,10 @@ def test_sending_belongs_to_the_slice_and_collectives_to_the_step():
     assert cost.stage_costs[1].samples[0] == (8, 0, pytest.approx(0.5), pytest.approx(1.1))
     # from the end of a send to the end of its receive
     assert cost.message(0, 8.0) == pytest.approx((0.3 + 0.9) / 2, rel=0.3)
+    # a length that no stage waited for takes as long as the nearest one
+    ready = [e._replace(start=e.end - 0.01) if e.kind.startswith("RECV") else e for e in step.events]
+    longer = measured_cost([step, step._replace(slices=(16,), events=ready)], 2, 1, False, False, {})
+    assert longer.message(0, 16.0) == longer.message(0, 8.0) == pytest.approx(cost.message(0, 8.0))
     assert overhead([step]) == pytest.approx(2.0)
     with pytest.raises(ConfigError, match="stage 1: got no recorded slice"):
         learn([step._replace(events=[e for e in step.events if e.stage == 0])])

@@ -50,10 +50,10 @@ def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_two_receives_ahead_or_two_messages_of_a_unit_lock_up(name, stages, shape):
+def test_two_receives_ahead_lock_up(name, stages, shape):
     grid = lowered(name, as_placement(stages), [shape[1]] * shape[0], weights=True)
     assert not queue_deadlock(grid)
-    assert queue_deadlock(grid, posted_ahead=2) and queue_deadlock(grid, messages=2)
+    assert queue_deadlock(grid, posted_ahead=2)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -179,11 +180,11 @@ def test_training_needs_a_stage_that_goes_backward():
 @given(st.integers(1, 6), st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(0, 3))
 def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places, chunks, slices, frozen):
     slices[-1] += -sum(slices) % places
-    placement = Placement.interleaved(places, chunks, forward_only=min(frozen, places * chunks - 1))
+    whole = Placement.interleaved(places, chunks)
+    placement = replace(whole, forward_only=min(frozen, places * chunks - 1))
     lowered = with_messages(order("interleaved", placement, slices), placement)
     validate(lowered, slices, "interleaved", placement)
     # Narayanan et al. 2021, section 2.2.2: (K - 1) (t_f + t_b) / v beside the ideal of all units
-    whole = Placement.interleaved(places, chunks)
     times = {Op.FORWARD: 1 / chunks, Op.BACKWARD: 2 / chunks}
     found = simulate(order("interleaved", whole, slices), lambda action: times[action.op], placement=whole)
     assert found.makespan == pytest.approx(3 * sum(slices) + 3 * (places - 1) / chunks, rel=1e-9)
