@@ -125,6 +125,9 @@ def test_a_predicted_step_takes_as_long_as_its_actions(places: int, each: int, s
     found = predict(Shape(places, 1, 1, micro_batches), costs, Machine(0, 0, 0), 0, slices, places=on)
     assert found.seconds == pytest.approx(max(row[-1].end for row in took.intervals))
     assert found.parts == tuple(range(count + 1)) and found.peak_bytes == 2 * each
+    for replicas, summed in ((1, 0.0), (2, 7 + 3 * each)):  # a ring of two sends half of the bytes twice
+        more = predict(Shape(places, replicas, 1, micro_batches), costs, Machine(3, 7, 11), 0, slices, places=on)
+        assert more.seconds - found.seconds == pytest.approx(summed + 11 * each)
 
 
 def test_a_place_has_fewer_stages_where_there_are_few_layers() -> None:

@@ -14,6 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Rates, load_cluster, load_model
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, StageMemory, calibrated, memory_use
+from ds_terapipe.plan.costs.parts import memory_of_parts
 from ds_terapipe.schedule import NAMES, Placement
 from tests.schedule import strategies
 
@@ -162,6 +163,13 @@ def test_outputs_wait_for_their_loss_joined_and_then_with_gradients(schedule, le
     """On the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too."""
     model = MemoryModel((StageMemory(losses=5.0, joined=3.0),) * 2)
     assert tuple(use.total for use in memory_use(model, schedule, lengths, 2)) == peaks
+
+
+def test_the_parts_of_a_stage_share_its_memory_and_the_last_has_the_losses():
+    whole = MemoryModel((StageMemory(4.0, sent=1.0, losses=7.0), StageMemory(6.0, received=3.0, losses=5.0)))
+    parts = memory_of_parts(whole, Placement.interleaved(2, 2)).stages
+    assert [(each.activations, each.losses) for each in parts] == [(2, 0), (3, 0), (2, 0), (3, 5)]
+    assert [(each.received, each.sent) for each in parts] == [(0, 1), (3, 1), (3, 1), (3, 0)]
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
-from ds_terapipe.plan import two_stages
+from ds_terapipe.plan import improve, two_stages
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
@@ -20,11 +20,12 @@ from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
-from ds_terapipe.schedule import NAMES, Op, Placement, validate
+from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, validate
 from tests.plan.costs import ExampleCost, compositions
 from tests.schedule import strategies
 from tests.schedule.strategies import SCHEDULES
 
+PASSES = Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS
 lengths_of_slices = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
@@ -76,6 +77,13 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     uses = memory_use(model, schedule, [100, 60], 3, weights_once=True)
     held = {"late": [360.0] * 2, "zero_bubble": [160.0, 260.0]}
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
+
+
+@pytest.mark.parametrize(("lengths", "held"), [([8, 4, 2], 14 * (1 + 20)), ([14], 14)])
+def test_what_a_step_holds_for_a_search_is_gone_at_its_end(lengths, held):
+    takes = improve._takes(MemoryModel((StageMemory(1.0, 20.0, 300.0, 0.5),)), lengths)
+    forward, *others = ([takes(Action(op, 0, Unit(0, i))) for i in range(len(lengths))] for op in PASSES)
+    assert sum(forward) == held and sum(forward) + sum(map(sum, others)) == 0
 
 
 @pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [
@@ -276,6 +284,8 @@ def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, mi
     plan = choose(cost, request)
     found = two_stages.advice(cost, request, plan)
     assert use in found and bool(use) == bool(found), (found, max(use.total for use in plan.memory))
+    request, plan = (dataclasses.replace(each, **{key: 1e3}) for each, key in ((request, "overhead_s"), (plan, "step_s")))
+    assert two_stages.advice(cost, request, plan) == ""  # no order saves of what follows the last action
 
 
 def placed(placement=DIVIDED):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.schedule import (
     NAMES,
+    Op,
     Placement,
     ScheduleError,
     as_placement,
@@ -23,6 +24,7 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
+from ds_terapipe.schedule.channels import SENT_KEPT, Channel
 from ds_terapipe.schedule.hardware_queue import COMPUTE, Entry, dispatch, program_of, queue_deadlock
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
@@ -45,6 +47,13 @@ def ended(programs: Any, queue_of: Any = lambda stream: None) -> bool:
 def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, weights):
     for grid in (lowered(name, placement, slices, weights), with_messages(forward_only(placement, slices), placement)):
         assert not queue_deadlock(grid) and not queue_deadlock(grid, posted_ahead=0)
+
+
+def test_a_host_waits_for_the_gradients_sent_beyond_those_that_it_keeps():
+    row = with_messages(order("1f1b", 2, [SENT_KEPT + 2]))[1]
+    entries, sends = program_of(row), [index for index, action in enumerate(row) if action.op is Op.SEND_BACKWARD]
+    sent = [index for index, entry in enumerate(entries) if entry.stream == ("out", Channel(0, False))]
+    assert [each.action for each in entries if {*each.after} & {*sent}] == [*sends[-2:], *[len(row)] * SENT_KEPT]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
