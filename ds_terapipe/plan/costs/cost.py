@@ -303,7 +303,15 @@ class MeasuredCost:
         about.number(_OVERHEAD, "e.g. 0", default=0.0)
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")
-        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, (forward, backward), layers)
+        return cls(
+            stages,
+            messages,
+            fields.count("sequences"),
+            fields.block("measured_on"),
+            memory,
+            (forward, backward),
+            layers,
+        )
 
 
 def _stage(block: Fields, index: int) -> StageCost:

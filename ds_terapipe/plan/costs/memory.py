@@ -229,8 +229,7 @@ def model_from(fields: Fields) -> MemoryModel:
     """The inverse of `model_dict`. Raises ConfigError, one line with file, field and expectation."""
     names = [each.name for each in dataclass_fields(StageMemory)]
     stages = tuple(
-        StageMemory(*(block.number(name, "bytes per token") for name in names))
-        for block in fields.blocks("stages")
+        StageMemory(*(block.number(name, "bytes per token") for name in names)) for block in fields.blocks("stages")
     )
     return MemoryModel(stages, int(fields.number("posted_ahead", "e.g. 2")), int(fields.number("sent_kept", "e.g. 8")))
 
