@@ -79,6 +79,7 @@ BROKEN = [
      r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]"),
     (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
      r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
+    (lambda d: d["stages"][0].update(weights=[[256, 0.1]]), r"stages\[0\].weights: got .*, must be of .* up to 512"),
     (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
     (lambda d: d.update(layers=[]), "layers: got"),
     (lambda d: d.update(layers={"stages": [[1.0], [1.0, 2.0]]}), "layers.ends: "),
