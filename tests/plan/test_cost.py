@@ -167,6 +167,7 @@ def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
 def test_other_cuts_are_predicted():
     truth = Truth(weights=0.01, message=0.002)
     cost = learn(recorded(truth, micro_batches=2, once=True), once=True)
+    agree(cost, truth)
     for slices in ((24, 20, 20), (8,) * 8, (40, 24), (64,)):
         predicted, true = (StepTimes(c, STAGES, 2, True).seconds("1f1b", slices) for c in (cost, truth))
         assert predicted == pytest.approx(true, rel=0.01), slices
