@@ -149,20 +149,17 @@ def test_the_peak_is_the_ledgers(how, kept, gradients, activations):
         assert tuple(use.total for use in uses) == peaks
 
 
-@pytest.mark.parametrize(("lengths", "peaks"), [([2, 1], (20, 7)), ([3], (0, 0))])
-def test_packed_messages_and_sums_of_gradients_are_there_for_a_time(lengths, peaks):
-    """Copies until their gradient comes; sums from the first slice's backward on, so not beside all copies."""
-    model = MemoryModel((StageMemory(packed=10.0, gradient_sums=7.0),) * 2)
-    assert tuple(use.total for use in memory_use(model, "terapipe", lengths, 1)) == peaks
-
-
-@pytest.mark.parametrize(
-    ("schedule", "lengths", "peaks"), [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))]
-)
-def test_outputs_wait_for_their_loss_joined_and_then_with_gradients(schedule, lengths, peaks):
-    """On the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too."""
-    model = MemoryModel((StageMemory(losses=5.0, joined=3.0),) * 2)
-    assert tuple(use.total for use in memory_use(model, schedule, lengths, 2)) == peaks
+@pytest.mark.parametrize(("stage", "how", "peaks"), [
+    # copies until their gradient comes; sums from the first slice's backward on, so not beside all copies
+    (StageMemory(packed=10.0, gradient_sums=7.0), ("terapipe", [2, 1], 1), (20, 7)),
+    (StageMemory(packed=10.0, gradient_sums=7.0), ("terapipe", [3], 1), (0, 0)),
+    # on the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too
+    (StageMemory(losses=5.0, joined=3.0), ("1f1b", [2, 1], 2), (54, 39)),
+    (StageMemory(losses=5.0, joined=3.0), ("terapipe", [2, 1], 2), (54, 54)),
+    (StageMemory(losses=5.0, joined=3.0), ("1f1b", [3], 2), (9, 9)),
+])  # fmt: skip
+def test_what_is_there_for_a_time(stage, how, peaks):
+    assert tuple(use.total for use in memory_use(MemoryModel((stage,) * 2), *how)) == peaks
 
 
 def test_the_parts_of_a_stage_share_its_memory_and_the_last_has_the_losses():
