@@ -157,9 +157,12 @@ def test_the_peak_is_the_ledgers(how, kept, gradients, activations):
     (StageMemory(losses=5.0, joined=3.0), ("1f1b", [2, 1], 2), (54, 39)),
     (StageMemory(losses=5.0, joined=3.0), ("terapipe", [2, 1], 2), (54, 54)),
     (StageMemory(losses=5.0, joined=3.0), ("1f1b", [3], 2), (9, 9)),
+    # the first place's stages go backward one after the other
+    (StageMemory(gradient_sums=7.0), ("terapipe", [2, 1], 1, False, Placement.of([0, 1, 1, 0])), (7, 14)),
 ])  # fmt: skip
 def test_what_is_there_for_a_time(stage, how, peaks):
-    assert tuple(use.total for use in memory_use(MemoryModel((stage,) * 2), *how)) == peaks
+    model = MemoryModel((stage,) * (len(how[-1].stages) if len(how) > 3 else 2))
+    assert tuple(use.total for use in memory_use(model, *how)) == peaks
 
 
 def test_the_parts_of_a_stage_share_its_memory_and_the_last_has_the_losses():
