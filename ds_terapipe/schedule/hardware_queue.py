@@ -13,7 +13,7 @@ any number of queues: on a stream for each channel, and on a host that waits for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from .actions import Action, Grid, Op, Unit
@@ -65,24 +65,17 @@ def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD) -> Progr
     return _Issued(row, posted_ahead).entries
 
 
-def dispatch(
-    programs: Mapping[AnyRank, Program], queue_of: Callable[[Hashable], Hashable] = lambda stream: None
-) -> dict[AnyRank, int]:
-    """Dispatch all ranks' entries as far as they go.
-
-    Args:
-        programs: of each rank.
-        queue_of: hardware queue of a stream; the default is one queue for all.
+def dispatch(programs: Mapping[AnyRank, Program]) -> dict[AnyRank, int]:
+    """Dispatch all ranks' entries as far as they go, those of a rank in the order of their issue.
 
     Returns:
         For each rank the first entry that is not dispatched, or else that has not ended; the number of entries if all have.
     """
-    queues: dict[tuple[AnyRank, Hashable], deque[int]] = {}
+    queues = {rank: deque(range(len(program))) for rank, program in programs.items()}
     previous: dict[tuple[AnyRank, Hashable], int] = {}  # of a stream
     waits: dict[tuple[AnyRank, int], tuple[int, ...]] = {}
     for rank, program in programs.items():
         for index, entry in enumerate(program):
-            queues.setdefault((rank, queue_of(entry.stream)), deque()).append(index)
             last = previous.get((rank, entry.stream))
             waits[rank, index] = entry.after if last is None else (*entry.after, last)
             previous[rank, entry.stream] = index
@@ -91,7 +84,7 @@ def dispatch(
     went_on = True
     while went_on:
         went_on = False
-        for (rank, _), queue in queues.items():
+        for rank, queue in queues.items():
             while queue and ended[rank].issuperset(waits[rank, queue[0]]):
                 index, went_on = queue.popleft(), True
                 entry = programs[rank][index]
@@ -103,9 +96,8 @@ def dispatch(
                 if len(there) == entry.ranks:
                     for each, number in there:
                         ended[each].add(number)
-    heads = {rank: [queue[0] for (each, _), queue in queues.items() if each == rank and queue] for rank in programs}
-    pending = {rank: [i for i in range(len(program)) if i not in ended[rank]] for rank, program in programs.items()}
-    return {rank: min(heads[rank] or pending[rank] or [len(program)]) for rank, program in programs.items()}
+    pending = {rank: sorted({*range(len(program))} - ended[rank]) for rank, program in programs.items()}
+    return {rank: (*queue, *pending[rank], len(programs[rank]))[0] for rank, queue in queues.items()}
 
 
 class _Issued:

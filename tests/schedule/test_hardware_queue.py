@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -37,8 +36,8 @@ def lowered(name: str, placement: Placement, slices: list[int], weights: bool) -
     return with_weight_gradients(grid, placement) if weights and max(slices) > 1 else grid
 
 
-def ended(programs: Any, queue_of: Any = lambda stream: None) -> bool:
-    at = dispatch(programs, queue_of)
+def ended(programs: Any) -> bool:
+    at = dispatch(programs)
     return all(at[rank] == len(program) for rank, program in programs.items())
 
 
@@ -114,36 +113,6 @@ def _one_rank(program: Any, rank: Any, tensor_parallel: int, replicas: int, plac
     collective("norm", replica, places * tensor_parallel)
     collective("loss", (replica, index), places)
     return entries
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> dict[int, list[Entry]]:
-    """Ranks that issue computations, and messages to each other, in any order."""
-    random_order = random.Random(draw(st.integers(0, 2**32)))
-    programs: dict[int, list[Entry]] = {rank: [] for rank in range(draw(st.integers(2, 3)))}
-    for number in range(draw(st.integers(1, 12))):
-        for rank in random_order.sample(sorted(programs), 2):
-            earlier = range(len(programs[rank]))
-            after = tuple(random_order.sample(earlier, min(len(earlier), random_order.randint(0, 2))))
-            programs[rank].append(Entry(random_order.randint(0, 3), 0, after, number))
-    for program in programs.values():
-        for at in range(len(program) - 1):
-            if random_order.random() < 0.15:  # ranks do not issue all in one order
-                first, second = program[at : at + 2]
-                program[at], program[at + 1] = second._replace(after=first.after), first
-    return programs
-
-
-@given(jobs(), st.lists(st.integers(0, 3), min_size=4, max_size=4))
-def test_one_queue_is_the_hardest_assignment_of_streams(programs, queues):
-    if ended(programs):
-        assert ended(programs, lambda stream: queues[stream])
-
-
-def test_more_queues_let_through_what_locks_up_one():
-    first = [Entry("a", 0, (), "x"), Entry(COMPUTE, 0, (0,)), Entry("b", 0, (), "y")]
-    programs = {0: first, 1: [Entry("b", 0, (), "y"), Entry(COMPUTE, 0, (0,)), Entry("a", 0, (), "x")]}
-    assert not ended(programs) and ended(programs, lambda stream: stream)
 
 
 def test_an_order_that_only_more_queues_let_through_is_refused_before_the_first_step():
