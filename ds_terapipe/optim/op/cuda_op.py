@@ -151,7 +151,6 @@ class _Sent:
         self.memory: tuple[Tensor, ...] = ()
         """The segments on the device, and the work space."""
         self._host: Tensor | None = None
-        self._rules: tuple[int, int] | None = None
         self._spares: list[Tensor] = []
         self._streams: set[int] = set()
 
@@ -179,9 +178,7 @@ class _Sent:
             ValueError: for a table that would make the kernels read or write elsewhere.
             RuntimeError: in a capture, if nothing is left to send them to.
         """
-        rules = tables.rules.data_ptr(), tables.rules.shape[0]
-        changed = self._host is None or not torch.equal(self._host, tables.segments)
-        if changed:
+        if self._host is None or not torch.equal(self._host, tables.segments):
             check_segments(tables)
             self._host = tables.segments.clone()
             self._streams.clear()
@@ -190,13 +187,12 @@ class _Sent:
         if not capturing:
             while len(self._spares) < SPARES:
                 self._spares.append(torch.empty_like(tables.segments, device=self._device))
-        if changed or rules != self._rules:
-            self._rules = rules
-            names = ("segments", "chunks", "first_chunk", "partials", "arrived")
-            self.handle = self._library.Tables(
-                **{name: tensor.data_ptr() for name, tensor in zip(names, self.memory, strict=True)},
-                chunk_count=self._chunk_count, layer_count=self._layers, rules=rules[0], rule_count=rules[1],
-            )  # fmt: skip
+        names = ("segments", "chunks", "first_chunk", "partials", "arrived")
+        self.handle = self._library.Tables(
+            **{name: tensor.data_ptr() for name, tensor in zip(names, self.memory, strict=True)},
+            chunk_count=self._chunk_count, layer_count=self._layers, rules=tables.rules.data_ptr(),
+            rule_count=tables.rules.shape[0],
+        )  # fmt: skip
 
     def _sent_now(self, host: Tensor) -> Tensor:
         """Memory of the graph's own is written to by other parts of it, and a copy in the graph would need its source for good:

@@ -145,17 +145,6 @@ class StageCost:
         """The longest measured sequence: context and slice together."""
         return max(sample.length + sample.context for sample in self.samples)
 
-    @property
-    def residuals(self) -> list[list[float]]:
-        """(fitted - measured) / measured of each sample, forward and backward."""
-        return [
-            [
-                self.forward(float(s.length), s.context) / s.forward - 1,
-                self.backward(float(s.length), s.context) / s.backward - 1,
-            ]
-            for s in self.samples
-        ]
-
 
 class MeasuredCost:
     """A `Cost` from measurements.
@@ -269,7 +258,6 @@ class MeasuredCost:
                 {
                     "samples": [list(sample) for sample in stage.samples],
                     "weights": [list(point) for point in stage.weight_curve.points] if stage.weight_curve else [],
-                    "residuals": stage.residuals,
                 }
                 for stage in self.stage_costs
             ],
