@@ -48,11 +48,13 @@ def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, 
         assert not queue_deadlock(grid) and not queue_deadlock(grid, posted_ahead=0)
 
 
-def test_a_host_waits_for_the_gradients_sent_beyond_those_that_it_keeps():
+def test_a_host_begins_receives_and_waits_for_sent_gradients_as_the_engine_does():
     row = with_messages(order("1f1b", 2, [SENT_KEPT + 2]))[1]
     entries, sends = program_of(row), [index for index, action in enumerate(row) if action.op is Op.SEND_BACKWARD]
     sent = [index for index, entry in enumerate(entries) if entry.stream == ("out", Channel(0, False))]
     assert [each.action for each in entries if {*each.after} & {*sent}] == [*sends[-2:], *[len(row)] * SENT_KEPT]
+    first, second, *_ = program_of(with_messages(order("1f1b", 3, [2]))[1])  # receives of a step are begun in this order
+    assert [first.stream, second.stream] == [("in", Channel(0, True)), ("in", Channel(1, False))]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
