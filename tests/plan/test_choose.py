@@ -79,6 +79,22 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
 
 
+@pytest.mark.parametrize(("placement", "micro_batches", "lengths", "costs", "says"), [
+    (Placement.of([0, 0]), 1, (8, 8), {"weights": 1e-3}, "one place waits for no other"),
+    (Placement.plain(3), 12, (8, 8), {"weights": 1e-3}, "12 micro-batches fill 3 places without"),
+    (Placement.plain(3), 11, (8, 8), {"weights": 1e-3}, ""),
+    (Placement.plain(3), 2, (8, 8), {}, "weight gradients are not made apart"),
+    (Placement.plain(3), 2, (16,), {"weights": 1e-3}, "weight gradients are not made apart"),
+    (Placement.plain(3), 2, (8, 8), {"weights": 1e-6}, "weight gradients are 0% of the work"),
+    (Placement.v(3), 2, (8, 8), {"link": 1e-2}, "messages take longer than all other waits"),
+    (Placement.v(3), 2, (8, 8), {"link": 1e-6}, ""),
+])  # fmt: skip
+def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, lengths, costs, says):
+    stages = len(placement.stages)
+    times = StepTimes(ExampleCost([1.0] * stages, **costs), stages, micro_batches, "weights" in costs, placement)
+    assert improve.why_not(times, "1f1b", lengths) == says
+
+
 @pytest.mark.parametrize(("lengths", "once", "apart"), [((16,), True, False), ((8, 8), True, True), ((8, 8), False, False)])
 def test_a_search_has_weight_gradients_where_a_step_has(lengths, once, apart):
     times = StepTimes(ExampleCost([1.0] * 4), 4, 2, once, Placement.v(2))
@@ -219,7 +235,8 @@ def test_a_saved_plan_is_the_same(plan, tmp_path):
     assert Plan.load(tmp_path / "alone.json") == alone
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["plan.json"]
     with pytest.raises(ConfigError, match="cannot be written"):
-        plan.save(tmp_path / "sub" / "plan.json" / "plan.json")
+        plan.save(tmp_path / "sub")
+    assert {path.name for path in tmp_path.iterdir()} == {"sub", "alone.json"}  # and nothing half written
 
 
 def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
