@@ -53,7 +53,7 @@ def test_steps_are_averaged_and_collectives_named():
         events.append(Event(MEASURED, 0, 0, step, "optimiser", "optimiser", at + 3.0, at + 3.5 + late))
     (line,) = summarise(events)
     assert line.steps == 2 and line.collectives == pytest.approx({"optimiser": 1.0})
-    assert line.busy == line.schedule == pytest.approx(1.5)
+    assert line.busy == line.schedule == pytest.approx(1.5) and line.other == line.bubble == pytest.approx(0)
 
 
 HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'
