@@ -240,7 +240,8 @@ def test_analytic_memory_of_the_standard_shape():
         assert layers == pytest.approx(3 * 4 * 512 * (10 + 24 / tensor))
         assert last.activations - layers / 2 == pytest.approx(3 * 6 * 1000 / tensor)
         assert first.keys_values == pytest.approx(3 * 4 * 2 * 2 * 512 / tensor) == first.key_value_gradients / 2
-        assert (first.received, first.sent, last.sent) == (0, 3 * 2 * 512, 0)
+        assert (first.received, last.received, first.sent, last.sent) == (0, 3 * 2 * 512, 3 * 2 * 512, 0)
+        assert first.weight_gradients == 3 * 4 * 2 * 512 * (4 + 12 / tensor)  # inputs and output gradients of four matrices
     # ZeRO, section 3.1: 16 bytes per parameter, of which 12 are shared by the replicas
     assert fixed_bytes(shape, (4, 2), 2)[0] == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
     assert fixed_bytes(shape, (4, 2), 2, 4)[1] == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2

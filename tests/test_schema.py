@@ -74,4 +74,4 @@ def test_a_key_that_does_not_parse_does_not_fit(config: dict[str, Any]) -> None:
 
 def test_the_command_prints_it_with_texts(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0 and json.loads(out := capsys.readouterr().out) == json.loads(json.dumps(schema()))
-    assert '"description": "The order of the work.' in out
+    assert '"description": "The order of the work.' in out and out.count('"title"') == 1

@@ -12,7 +12,7 @@ _EVERY_S = 5.0
 
 
 @contextmanager
-def progress(doing: str, every_s: float = _EVERY_S) -> Iterator[None]:
+def progress(doing: str) -> Iterator[None]:
     """Context manager that prints every few seconds the current work and its duration.
 
     Nothing is printed for short work. Lines go to the standard error of before, even if the block redirects it.
@@ -21,7 +21,7 @@ def progress(doing: str, every_s: float = _EVERY_S) -> Iterator[None]:
     started = time.monotonic()
 
     def tell() -> None:
-        while not over.wait(every_s):
+        while not over.wait(_EVERY_S):
             print(f"{doing}: {time.monotonic() - started:.0f} s so far", file=out, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)

@@ -95,9 +95,7 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
-        record["adapter"] = dict(record.get("adapter") or {})  # older records have none
-        record["weights"] = list(record.get("weights") or ())  # and not these
-        record["saved"] = dict(record.get("saved") or {})
+        record.update(adapter=dict(record["adapter"] or {}), weights=[*record["weights"]], saved=dict(record["saved"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"

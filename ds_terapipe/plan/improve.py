@@ -45,9 +45,7 @@ def why_not(times: StepTimes, schedule: str, lengths: Sequence[int]) -> str:
     return ""
 
 
-def improve(
-    times: StepTimes, request: Request, schedule: str, cuts: Sequence[tuple[int, ...]], seed: int = 0
-) -> Candidate | None:
+def improve(times: StepTimes, request: Request, schedule: str, cuts: Sequence[tuple[int, ...]]) -> Candidate | None:
     """Return a searched order that saves `GAIN` of the best named one's time; None where none does.
 
     Args:
@@ -55,7 +53,6 @@ def improve(
         request: what it is for.
         schedule: the best named one.
         cuts: tokens of the slices; those that the schedule has are the first.
-        seed: as in `search`.
     """
     most = times.seconds(schedule, cuts[0]) * (1 - GAIN)
     worth = [cut for cut in dict.fromkeys(cuts) if times.bound(cut) < most]
@@ -63,7 +60,7 @@ def improve(
     if not problems or Numbered(problems[0]).size > _LARGE:
         return None
     starts = [order(schedule, times.placement, problems[0].slices)]
-    found = search(problems, starts, request.search_s, seed)
+    found = search(problems, starts, request.search_s)
     if found is None:
         return None
     better = Candidate(0.0, SEARCHED, worth[found.problem], text_of(found.grid))

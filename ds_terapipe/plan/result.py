@@ -118,8 +118,8 @@ class Plan:
     def _said(self) -> tuple[str, str, str]:
         """The choice, its pipeline, and the time of a step."""
         on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
-        parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:] if name in self.bubble)
-        bubble = f"bubble {self.bubble.get('total', 0.0):.1%}" + (f" ({parts})" if parts else "")
+        parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:])
+        bubble = f"bubble {self.bubble['total']:.1%} ({parts})"
         return (
             f"plan: {Option(self.schedule, self.slices, self.step_s).name}: {compact(self.slices)} tokens",
             f"for {self.stages} stages{on}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
@@ -201,7 +201,7 @@ class Plan:
             sequences=fields.count("sequences"),
             weights_once=fields.flag("weights_once"),
             step_s=fields.number("predicted_step_s"),
-            overhead_s=fields.number("overhead_s", default=0.0),
+            overhead_s=fields.number("overhead_s"),
             bubble=_bubble(fields),
             memory=tuple(memory_use_from(use) for use in uses),
             memory_limit=None if limit is None else fields.number("memory_limit_bytes"),

@@ -23,7 +23,7 @@ _FORWARD, _BACKWARD, _WEIGHTS = 2, -1, -1  # halves of a live unit that an actio
 
 
 def fill(
-    grid: Grid, placement: Placement, seconds: Callable[[Action], float] = lambda action: 1.0, limit: int | None = None
+    grid: Grid, placement: Placement, seconds: Callable[[Action], float] = lambda action: 1.0
 ) -> list[list[Action]]:
     """Put weight gradients of single slices into the waits of an order.
 
@@ -33,12 +33,11 @@ def fill(
         grid: forward and backward passes on each place, an order that can run.
         placement: of the stages.
         seconds: of a forward, a backward or the weight gradients of one slice; messages take no time.
-        limit: of each place, in halves of a live unit; None: what the fullest place holds without any that wait.
 
     Raises:
         ValueError: some places would wait for ever.
     """
-    most = 2 * max(most_live(row, placement) for row in grid) if limit is None else limit
+    most = 2 * max(most_live(row, placement) for row in grid)
     places = [_Place(row, placement, seconds, most) for row in grid]
     ended: dict[tuple[Op, int, Unit], float] = {}
     while any(place.go_on(ended) for place in places):

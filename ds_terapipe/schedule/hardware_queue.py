@@ -13,7 +13,7 @@ any number of queues: on a stream for each channel, and on a host that waits for
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from .actions import Action, Grid, Op, Unit
@@ -45,45 +45,37 @@ Program: TypeAlias = Sequence[Entry]
 AnyRank = TypeVar("AnyRank", bound=Hashable)
 
 
-def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> dict[int, int]:
+def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD) -> dict[int, int]:
     """Return the actions at which places deadlock on one hardware queue each.
 
     Args:
         grid: computations and messages, as `lower.with_messages` returns them.
         posted_ahead: receives of a channel that are issued before their turn; 0 where shapes are not known yet.
-        messages: per unit and boundary.
 
     Returns:
         For each place that does not come to its end, the index of the action at which its queue stands.
     """
-    programs = {place: program_of(row, posted_ahead, messages) for place, row in enumerate(grid)}
+    programs = {place: program_of(row, posted_ahead) for place, row in enumerate(grid)}
     at = dispatch(programs)
     return {place: programs[place][index].action for place, index in at.items() if index < len(programs[place])}
 
 
-def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD, messages: int = 1) -> Program:
+def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD) -> Program:
     """Return the entries that a place's host issues in a step, as ``pipeline/transport/p2p.py`` does."""
-    return _Issued(row, posted_ahead, messages).entries
+    return _Issued(row, posted_ahead).entries
 
 
-def dispatch(
-    programs: Mapping[AnyRank, Program], queue_of: Callable[[Hashable], Hashable] = lambda stream: None
-) -> dict[AnyRank, int]:
-    """Dispatch all ranks' entries as far as they go.
-
-    Args:
-        programs: of each rank.
-        queue_of: hardware queue of a stream; the default is one queue for all.
+def dispatch(programs: Mapping[AnyRank, Program]) -> dict[AnyRank, int]:
+    """Dispatch all ranks' entries as far as they go, those of a rank in the order of their issue.
 
     Returns:
         For each rank the first entry that is not dispatched, or else that has not ended; the number of entries if all have.
     """
-    queues: dict[tuple[AnyRank, Hashable], deque[int]] = {}
+    queues = {rank: deque(range(len(program))) for rank, program in programs.items()}
     previous: dict[tuple[AnyRank, Hashable], int] = {}  # of a stream
     waits: dict[tuple[AnyRank, int], tuple[int, ...]] = {}
     for rank, program in programs.items():
         for index, entry in enumerate(program):
-            queues.setdefault((rank, queue_of(entry.stream)), deque()).append(index)
             last = previous.get((rank, entry.stream))
             waits[rank, index] = entry.after if last is None else (*entry.after, last)
             previous[rank, entry.stream] = index
@@ -92,7 +84,7 @@ def dispatch(
     went_on = True
     while went_on:
         went_on = False
-        for (rank, _), queue in queues.items():
+        for rank, queue in queues.items():
             while queue and ended[rank].issuperset(waits[rank, queue[0]]):
                 index, went_on = queue.popleft(), True
                 entry = programs[rank][index]
@@ -104,22 +96,21 @@ def dispatch(
                 if len(there) == entry.ranks:
                     for each, number in there:
                         ended[each].add(number)
-    heads = {rank: [queue[0] for (each, _), queue in queues.items() if each == rank and queue] for rank in programs}
-    pending = {rank: [i for i in range(len(program)) if i not in ended[rank]] for rank, program in programs.items()}
-    return {rank: min(heads[rank] or pending[rank] or [len(program)]) for rank, program in programs.items()}
+    pending = {rank: sorted({*range(len(program))} - ended[rank]) for rank, program in programs.items()}
+    return {rank: (*queue, *pending[rank], len(programs[rank]))[0] for rank, queue in queues.items()}
 
 
 class _Issued:
     """Entries of a place's host while it walks along its row, as ``pipeline/transport/p2p.py`` issues them."""
 
-    def __init__(self, row: Sequence[Action], posted_ahead: int, messages: int) -> None:
+    def __init__(self, row: Sequence[Action], posted_ahead: int) -> None:
         self.entries: list[Entry] = []
-        self._ahead, self._messages, self._at = posted_ahead, messages, 0
+        self._ahead, self._at = posted_ahead, 0
         self._computed: tuple[int, ...] = ()  # the last entry of the computations
         self._goes_backward = {action.stage for action in row if action.op is Op.BACKWARD}
         self._expected: dict[Channel, deque[Unit]] = {}
-        self._posted: dict[Channel, deque[tuple[int, ...]]] = {}
-        self._sent: dict[Channel, deque[tuple[Unit, tuple[int, ...]]]] = {}
+        self._posted: dict[Channel, deque[int]] = {}
+        self._sent: dict[Channel, deque[tuple[Unit, int]]] = {}
         for action in row:
             if action.op.is_receive:
                 self._expected.setdefault(channel_of(action), deque()).append(action.unit)
@@ -143,7 +134,7 @@ class _Issued:
                     self._wait_for_sends(outputs, len(units) - units.index(action.unit) - 1)
         else:
             channel = channel_of(action)
-            sent = self._message(("out", channel), channel, action.unit, self._computed)
+            sent = self._issue(("out", channel), self._computed, (channel, action.unit))
             self._sent.setdefault(channel, deque()).append((action.unit, sent))
             if action.op is Op.SEND_BACKWARD:
                 self._wait_for_sends(channel, SENT_KEPT)
@@ -152,21 +143,18 @@ class _Issued:
 
     def _receive(self, channel: Channel) -> None:
         self._post(channel, max(self._ahead, 1))
-        self._issue(COMPUTE, self._posted[channel].popleft())
+        self._issue(COMPUTE, (self._posted[channel].popleft(),))
         self._post(channel)
 
     def _post(self, channel: Channel, ahead: int | None = None) -> None:
         expected, posted = self._expected[channel], self._posted.setdefault(channel, deque())
         while expected and len(posted) < (self._ahead if ahead is None else ahead):
-            posted.append(self._message(("in", channel), channel, expected.popleft()))
-
-    def _message(self, stream: Hashable, channel: Channel, unit: Unit, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        return tuple(self._issue(stream, after, (channel, unit, part)) for part in range(self._messages))
+            posted.append(self._issue(("in", channel), (), (channel, expected.popleft())))
 
     def _wait_for_sends(self, channel: Channel, kept: int) -> None:
         sent = self._sent[channel]
         while len(sent) > kept:
-            self._issue(COMPUTE, sent.popleft()[1])
+            self._issue(COMPUTE, (sent.popleft()[1],))
 
     def _issue(self, stream: Hashable, after: tuple[int, ...] = (), joins: Hashable = None) -> int:
         self.entries.append(Entry(stream, self._at, after, joins))

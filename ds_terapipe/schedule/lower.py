@@ -105,9 +105,9 @@ def _sent_in_time(grid: list[list[Action]], where: Placement, seconds: Callable[
 
 
 def with_weight_gradients(
-    grid: Grid, placement: Placement | None = None, stages: Collection[int] | None = None, each_slice: bool = False
+    grid: Grid, placement: Placement | None = None, stages: Collection[int] | None = None
 ) -> list[list[Action]]:
-    """Insert weight gradients after the backward that they belong to and its send, or keep those that the order has.
+    """Insert weight gradients after a micro-batch's last backward and its send, or keep those that the order has.
 
     The stage before gets its gradient first, be it on another place or on this one: weight gradients delay no stage
     (the W of zero-bubble schedules, Qi et al., ICLR 2024, arXiv 2401.10241).
@@ -117,13 +117,12 @@ def with_weight_gradients(
         placement: of the stages; None: one on each place.
         stages: stages with separate weight gradients; None: all that go backward. The weight gradients that an order has
             for others are dropped: these stages make theirs in their backward passes.
-        each_slice: those that are inserted are made after each slice, else once per micro-batch, after its last backward.
     """
     where = placement_of(len(grid), placement)
     apart = frozenset(range(len(where.stages)) if stages is None else stages)
     ordered = {stage for row in grid for op, stage, *_ in row if op is Op.WEIGHT_GRADIENTS}
     kept = ([each for each in row if each.op is not Op.WEIGHT_GRADIENTS or each.stage in apart] for row in grid)
-    return [list(_then_weights(row, apart - ordered, each_slice)) for row in kept]
+    return [list(_then_weights(row, apart - ordered)) for row in kept]
 
 
 def covered_slices(row: Sequence[Action], slices: Sequence[int]) -> dict[Action, range]:
@@ -145,14 +144,14 @@ def covered_slices(row: Sequence[Action], slices: Sequence[int]) -> dict[Action,
     return found
 
 
-def _then_weights(row: Sequence[Action], stages: frozenset[int], each_slice: bool) -> Iterator[Action]:
+def _then_weights(row: Sequence[Action], stages: frozenset[int]) -> Iterator[Action]:
     sent = {(stage, unit) for op, stage, unit, _ in row if op is Op.SEND_BACKWARD}
     due: list[Action] = []
     for action, following in zip_longest(row, row[1:]):
         op, stage, unit, _ = action
         yield action
         ends = op is (Op.SEND_BACKWARD if (stage, unit) in sent else Op.BACKWARD)
-        if ends and stage in stages and (each_slice or unit.slice == 0):
+        if ends and stage in stages and unit.slice == 0:
             due.append(Action(Op.WEIGHT_GRADIENTS, stage, unit))
         # the gradient that this backward left goes on through the stage before
         if ends and following != Action(Op.BACKWARD, stage - 1, unit):

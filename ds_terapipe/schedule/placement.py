@@ -72,16 +72,14 @@ class Placement:
         return cls.of(range(stages), boundaries, forward_only)
 
     @classmethod
-    def interleaved(
-        cls, places: int, chunks: int, boundaries: Sequence[int] | None = None, forward_only: int = 0
-    ) -> Placement:
-        """``chunks`` stages on each of ``places`` places, stage s on place s mod ``places``; the others as in `of`."""
-        return cls.of([stage % places for stage in range(places * chunks)], boundaries, forward_only)
+    def interleaved(cls, places: int, chunks: int) -> Placement:
+        """``chunks`` stages on each of ``places`` places, stage s on place s mod ``places``."""
+        return cls.of([stage % places for stage in range(places * chunks)])
 
     @classmethod
-    def v(cls, places: int, boundaries: Sequence[int] | None = None, forward_only: int = 0) -> Placement:
+    def v(cls, places: int) -> Placement:
         """Two stages on each place, there and back: stage s on place s, then on place 2 ``places`` - 1 - s."""
-        return cls.of([*range(places), *reversed(range(places))], boundaries, forward_only)
+        return cls.of([*range(places), *reversed(range(places))])
 
     @classmethod
     def named(cls, name: str, places: int, each: int) -> Placement:

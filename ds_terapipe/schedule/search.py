@@ -48,17 +48,16 @@ class Found(NamedTuple):
     seconds: float
 
 
-def search(
-    problems: Sequence[Problem], starts: Sequence[Grid] = (), seconds: float = 10.0, seed: int = 0
-) -> Found | None:
+def search(problems: Sequence[Problem], starts: Sequence[Grid] = (), seconds: float = 10.0) -> Found | None:
     """Return the fastest order that was found; None where none fits into the memory and comes to its end.
+
+    The same arguments give the same order.
 
     Args:
         problems: the same step in other cuts or placements, of which one is chosen.
         starts: further orders to begin with, of the first problem.
         seconds: so long the search takes about. It is a number of orders that are timed, whatever the machine; a small step
             gets fewer.
-        seed: of the moves: the same arguments give the same order.
     """
     numbered = [Numbered(problem) for problem in problems]
     size = max(of.size for of in numbered)
@@ -71,7 +70,7 @@ def search(
             climbs.setdefault((index, str(rows)), _Climb(index, of, rows, times))
     best = sorted(climbs.values(), key=lambda climb: climb.best)[:_CLIMBS]
     for number, climb in enumerate(best):
-        climb.run(left // len(best), random.Random(seed + number))
+        climb.run(left // len(best), random.Random(number))
     found: Found | None = None
     for climb in sorted(best, key=lambda climb: climb.best):
         if found is None or climb.best[0] < found.seconds * _LESS:

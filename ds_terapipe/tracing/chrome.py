@@ -50,10 +50,10 @@ class Event(NamedTuple):
         return self.end - self.start
 
 
-def events_of(grid: Grid, intervals: Sequence[Sequence[Interval]], run: str = PREDICTED, step: int = 0) -> list[Event]:
+def events_of(grid: Grid, intervals: Sequence[Sequence[Interval]]) -> list[Event]:
     """A simulated schedule as events; rank and stage are the same number."""
     return [
-        Event(run, stage, stage, step, str(action), str(action.op), interval.start, interval.end)
+        Event(PREDICTED, stage, stage, 0, str(action), str(action.op), interval.start, interval.end)
         for stage, row in enumerate(grid)
         for action, interval in zip(row, intervals[stage], strict=True)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ds_terapipe.schedule import Op
 from ds_terapipe.tracing.chrome import Event
 
 
@@ -53,13 +52,12 @@ def _summary(
     waiting: dict[int, float] = {}
     collectives: dict[str, float] = {}
     for event in events:
-        action = event.action
-        if action is None:
+        if (action := event.action) is None:
             collectives[event.name] = collectives.get(event.name, 0.0) + event.seconds / count
         elif action.op.is_compute:
             busy += event.seconds / count
-        elif action.op.is_receive:
-            peer = event.stage + (-1 if action.op is Op.RECV_FORWARD else 1)
+        elif action.op.is_receive and (sender := action.counterpart):
+            peer = sender.stage
             waiting[peer] = waiting.get(peer, 0.0) + event.seconds / count
     own = sum(end - start for start, end in (_own_frame(events, step) for step in steps)) / count
     other = max(own - busy - sum(waiting.values()), 0.0)

@@ -121,10 +121,15 @@ def test_a_predicted_step_takes_as_long_as_its_actions(places: int, each: int, s
     grid = complete(order("interleaved", placement, [slices] * micro_batches), placement)
     took = replay(grid, lambda action: (1 + (action.op is Op.BACKWARD)) / slices, placement=placement)
     ones, on = (1.0,) * count, [stage.place for stage in placement.stages]
-    costs = LayerCosts(1, ones, (2.0,) * count, ones, ones, ones, (0.0,) * count, tuple(range(count)))
+    twice, four = (2.0,) * count, (4.0,) * count  # of a micro-batch of two
+    costs = LayerCosts(2, twice, four, ones, ones, ones, twice, tuple(range(count)))
     found = predict(Shape(places, 1, 1, micro_batches), costs, Machine(0, 0, 0), 0, slices, places=on)
     assert found.seconds == pytest.approx(max(row[-1].end for row in took.intervals))
-    assert found.parts == tuple(range(count + 1)) and found.peak_bytes == 2 * each
+    live = sum(min(micro_batches, count - stage) for stage in range(0, count, places))  # on the first place, the fullest
+    assert found.parts == tuple(range(count + 1)) and found.peak_bytes == 2 * each + live
+    for replicas, summed in ((1, 0.0), (2, 7 + 3 * each)):  # a ring of two sends half of the bytes twice
+        more = predict(Shape(places, replicas, 1, micro_batches), costs, Machine(3, 7, 11), 0, slices, places=on)
+        assert more.seconds - found.seconds == pytest.approx(summed + 11 * each)
 
 
 def test_a_place_has_fewer_stages_where_there_are_few_layers() -> None:

@@ -26,7 +26,7 @@ from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import export
 from ds_terapipe.hf import folder as hf_folder
-from ds_terapipe.hf.check import check_chain
+from ds_terapipe.hf.check import check_chain, shrunk
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_model, write_record
 from ds_terapipe.hf.source import source_of
@@ -151,6 +151,11 @@ def check(model: Any) -> None:
     """Check a model as :func:`ds_terapipe.hf.pipeline` does before it reads weights."""
     source = source_of(model, torch.float64, 0)
     check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
+
+
+def test_a_tiny_model_of_a_kind_shares_keys_where_that_kind_does() -> None:
+    tiny = [shrunk(transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=keys)) for keys in (8, 2)]
+    assert [each.num_key_value_heads for each in tiny] == [4, 2]
 
 
 @pytest.mark.parametrize("name", [*PASS, *OTHERS])

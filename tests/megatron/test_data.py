@@ -132,8 +132,8 @@ def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: 
         gpt_datasets([prefix], samples=[4, 2, 1], **given)
     with pytest.raises(ConfigError, match=r"--data-path: got .*nothing, but there is no .*\.bin and no .*\.idx"):
         gpt_datasets([str(tmp_path / "nothing")], samples=[1, 1, 1], **given)
-    train, *_ = gpt_datasets([prefix], samples=[50, 0, 0], **{**given, "vocab_size": 100})
-    with pytest.raises(ConfigError, match=r"--vocab-size: got 100, must be above every token of the data, \d{3} among"):
+    train, *_ = gpt_datasets([prefix], samples=[50, 0, 0], **{**given, "vocab_size": 256})
+    with pytest.raises(ConfigError, match="--vocab-size: got 256, must be above every token of the data, 256 among"):
         for _ in range(50):
             next(BatchIterator(train, 1))
 

@@ -20,7 +20,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }  # fmt: skip
 # Whatever these calls do, no number depends on it.
 _TALK = {"debug", "info", "warning", "error", "exception", "emit", "print"}
-_UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", *_TALK}
+_UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", "max", "min", *_TALK}
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ def _of_expression(node: ast.AST) -> tuple[Any, str, Any] | None:
         changed.value = not node.value if isinstance(node.value, bool) else node.value + 1
         return node, "constant", changed
     if isinstance(node, ast.Call) and len(node.args) >= 2 and _name(node) not in _UNORDERED:
-        if not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+        first, second = node.args[:2]
+        if not any(isinstance(a, ast.Starred) for a in (first, second)) and ast.dump(first) != ast.dump(second):
             changed.args[:2] = changed.args[1::-1]
             return node, "arguments", changed
     return None

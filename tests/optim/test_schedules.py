@@ -152,29 +152,20 @@ def changed(index: int, **keys: Any) -> list[dict[str, Any]]:
     return [{**phase, **keys} if number == index else phase for number, phase in enumerate(SMALL)]
 
 
-def test_lr_used_at_every_step_of_every_phase() -> None:
-    optimizer = sgd()
-    schedule = build_scheduler("MixedBatch", {"phases": SMALL}, {})(optimizer)
-    used, phases = [], []
-    for _ in SMALL_LRS:
-        used.append(optimizer.param_groups[0]["lr"])
-        phases.append((schedule.phase_index, schedule.phase.batch_size, schedule.phase.seq_length))
-        schedule.step()
-    assert used == pytest.approx(SMALL_LRS, rel=1e-12)
-    assert phases == [(0, 8, 16)] * 4 + [(1, 4, 32)] * 5 + [(2, 4, 32)] * 4 and schedule.total_steps == 11
-
-
-def test_resumed_anywhere_and_with_a_warning_in_other_phases(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = MixedBatch(sgd(), phases=SMALL)
+def test_the_lr_of_every_step_and_resumed_anywhere_and_with_a_warning_in_other_phases(caplog: pytest.LogCaptureFixture) -> None:
+    first = sgd()
+    schedule = build_scheduler("MixedBatch", {"phases": SMALL}, {})(first)
+    phases = [(0, 8, 16)] * 4 + [(1, 4, 32)] * 5 + [(2, 4, 32)] * 4
     with caplog.at_level("WARNING", "ds_terapipe"):
-        for lr in SMALL_LRS[:12]:
+        for lr, phase in zip(SMALL_LRS, phases, strict=True):
             optimizer = sgd()
             resumed = MixedBatch(optimizer, phases=SMALL)
             resumed.load_state_dict(schedule.state_dict())
-            assert optimizer.param_groups[0]["lr"] == schedule.get_lr()[0] == pytest.approx(lr, rel=1e-12)
-            assert resumed.phase_index == schedule.phase_index
+            lrs = [each.param_groups[0]["lr"] for each in (first, optimizer)]
+            assert lrs == [schedule.get_lr()[0]] * 2 == pytest.approx([lr] * 2, rel=1e-12)
+            assert (resumed.phase_index, resumed.phase.batch_size, resumed.phase.seq_length) == phase
             schedule.step()
-        assert not caplog.records
+        assert not caplog.records and schedule.total_steps == 11
         MixedBatch(sgd(), phases=SMALL[1:]).load_state_dict(schedule.state_dict())
     assert "other phases" in caplog.text
 

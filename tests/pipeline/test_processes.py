@@ -77,16 +77,10 @@ def test_processes_of_another_machine_are_unknown(me: Processes, other: subproce
     assert me.lost() == {} and me.gone() == set()
 
 
-@pytest.mark.parametrize(
-    ("beats", "state", "killed_after"),
-    [
-        ([b"3.0\n", None, None, None, None], "T", 4),
-        ([b"3.0\n", None, None, b"3.0\n3.0\n", None, None, None], "T", 7),
-        ([b"3.0\n", *[None] * 9, b""], "t", None),
-        ([None] * 9 + [b""], "T", None),
-    ],
-    ids=["stopped", "late", "in a debugger", "not yet begun"],
-)
+@pytest.mark.parametrize(("beats", "state", "killed_after"), [
+    ([b"3.0\n", None, None, None, None], "T", 4), ([b"3.0\n", None, None, b"3.0\n3.0\n", None, None, None], "T", 7),
+    ([b"3.0\n", *[None] * 9, b""], "t", None), ([None] * 9 + [b""], "T", None),
+], ids=["stopped", "late", "in a debugger", "not yet begun"])  # fmt: skip
 def test_a_guard_kills_only_a_process_that_stays_stopped(monkeypatch, beats, state, killed_after):
     """Beats as they come, None for a second without any; the kill comes with that many seconds and beats."""
     left, killed = list(beats), []

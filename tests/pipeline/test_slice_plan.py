@@ -11,7 +11,7 @@ import pytest
 
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.pipeline.autotune.auto import AutoSlices
+from ds_terapipe.pipeline.autotune.auto import PATIENCE, AutoSlices
 from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
@@ -132,6 +132,15 @@ def test_lengths_that_alternate_are_both_planned_in_the_end(lengths):
             run.step([length])
     run.step([512])
     assert sorted(run.planned) == [512, 1024] and run.meter.begin.call_count <= 2
+
+
+def test_a_measurement_is_given_up_where_its_length_does_not_come_again():
+    run = Run()
+    run.steps(3, [1024])
+    run.steps(PATIENCE, [512])
+    assert run.meter.begin.call_count == 1
+    run.steps(MEASURING + 1, [512])
+    assert run.planned == [512] and run.meter.begin.call_count == 2
 
 
 def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_when_there_is_one():

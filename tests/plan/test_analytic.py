@@ -14,6 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Rates, load_cluster, load_model
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, StageMemory, calibrated, memory_use
+from ds_terapipe.plan.costs.parts import memory_of_parts
 from ds_terapipe.schedule import NAMES, Placement
 from tests.schedule import strategies
 
@@ -105,6 +106,7 @@ def test_files_are_read(tmp_path):
     (load_cluster, {**CLUSTER, "memory_gb": -1}, "memory_gb", "a positive number"),
     (load_cluster, {**CLUSTER, "slowest_link_gb_per_s": 301}, "slowest_link_gb_per_s", "link_gb_per_s (300)"),
     (load_cluster, {**CLUSTER, "rates": {"flop": 1}}, "rates.flop", "flops"),
+    (load_model, {**MODEL, "num_layer": 4}, "num_layer", "num_layers"),
     (load_model, {**MODEL, "num_attention_heads": 5}, "num_attention_heads", "a divisor of hidden_size (64)"),
     (load_cluster, None, "cannot be read", "p3.16xlarge"),
 ])  # fmt: skip
@@ -147,20 +149,27 @@ def test_the_peak_is_the_ledgers(how, kept, gradients, activations):
         assert tuple(use.total for use in uses) == peaks
 
 
-@pytest.mark.parametrize(("lengths", "peaks"), [([2, 1], (20, 7)), ([3], (0, 0))])
-def test_packed_messages_and_sums_of_gradients_are_there_for_a_time(lengths, peaks):
-    """Copies until their gradient comes; sums from the first slice's backward on, so not beside all copies."""
-    model = MemoryModel((StageMemory(packed=10.0, gradient_sums=7.0),) * 2)
-    assert tuple(use.total for use in memory_use(model, "terapipe", lengths, 1)) == peaks
+@pytest.mark.parametrize(("stage", "how", "peaks"), [
+    # copies until their gradient comes; sums from the first slice's backward on, so not beside all copies
+    (StageMemory(packed=10.0, gradient_sums=7.0), ("terapipe", [2, 1], 1), (20, 7)),
+    (StageMemory(packed=10.0, gradient_sums=7.0), ("terapipe", [3], 1), (0, 0)),
+    # on the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too
+    (StageMemory(losses=5.0, joined=3.0), ("1f1b", [2, 1], 2), (54, 39)),
+    (StageMemory(losses=5.0, joined=3.0), ("terapipe", [2, 1], 2), (54, 54)),
+    (StageMemory(losses=5.0, joined=3.0), ("1f1b", [3], 2), (9, 9)),
+    # the first place's stages go backward one after the other
+    (StageMemory(gradient_sums=7.0), ("terapipe", [2, 1], 1, False, Placement.of([0, 1, 1, 0])), (7, 14)),
+])  # fmt: skip
+def test_what_is_there_for_a_time(stage, how, peaks):
+    model = MemoryModel((stage,) * (len(how[-1].stages) if len(how) > 3 else 2))
+    assert tuple(use.total for use in memory_use(model, *how)) == peaks
 
 
-@pytest.mark.parametrize(
-    ("schedule", "lengths", "peaks"), [("1f1b", [2, 1], (54, 39)), ("terapipe", [2, 1], (54, 54)), ("1f1b", [3], (9, 9))]
-)
-def test_outputs_wait_for_their_loss_joined_and_then_with_gradients(schedule, lengths, peaks):
-    """On the last stage in ``1f1b`` for one micro-batch, in ``terapipe`` for both; what is joined is there uncut, too."""
-    model = MemoryModel((StageMemory(losses=5.0, joined=3.0),) * 2)
-    assert tuple(use.total for use in memory_use(model, schedule, lengths, 2)) == peaks
+def test_the_parts_of_a_stage_share_its_memory_and_the_last_has_the_losses():
+    whole = MemoryModel((StageMemory(4.0, sent=1.0, losses=7.0), StageMemory(6.0, received=3.0, losses=5.0)))
+    parts = memory_of_parts(whole, Placement.interleaved(2, 2)).stages
+    assert [(each.activations, each.losses) for each in parts] == [(2, 0), (3, 0), (2, 0), (3, 5)]
+    assert [(each.received, each.sent) for each in parts] == [(0, 1), (3, 1), (3, 1), (3, 0)]
 
 
 @settings(deadline=None, max_examples=60)

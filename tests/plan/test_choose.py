@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
-from ds_terapipe.plan import two_stages
+from ds_terapipe.plan import improve, two_stages
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
@@ -20,11 +20,12 @@ from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
-from ds_terapipe.schedule import NAMES, Op, Placement, validate
+from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, validate
 from tests.plan.costs import ExampleCost, compositions
 from tests.schedule import strategies
 from tests.schedule.strategies import SCHEDULES
 
+PASSES = Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS
 lengths_of_slices = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
@@ -76,6 +77,35 @@ def test_operands_of_weight_gradients_are_held_until_their_action(schedule):
     uses = memory_use(model, schedule, [100, 60], 3, weights_once=True)
     held = {"late": [360.0] * 2, "zero_bubble": [160.0, 260.0]}
     assert [use.total for use in uses] == held.get(schedule, [160.0] * 2)
+
+
+@pytest.mark.parametrize(("placement", "micro_batches", "lengths", "costs", "says"), [
+    (Placement.of([0, 0]), 1, (8, 8), {"weights": 1e-3}, "one place waits for no other"),
+    (Placement.plain(3), 12, (8, 8), {"weights": 1e-3}, "12 micro-batches fill 3 places without"),
+    (Placement.plain(3), 11, (8, 8), {"weights": 1e-3}, ""),
+    (Placement.plain(3), 2, (8, 8), {}, "weight gradients are not made apart"),
+    (Placement.plain(3), 2, (16,), {"weights": 1e-3}, "weight gradients are not made apart"),
+    (Placement.plain(3), 2, (8, 8), {"weights": 1e-6}, "weight gradients are 0% of the work"),
+    (Placement.v(3), 2, (8, 8), {"link": 1e-2}, "messages take longer than all other waits"),
+    (Placement.v(3), 2, (8, 8), {"link": 1e-6}, ""),
+])  # fmt: skip
+def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, lengths, costs, says):
+    stages = len(placement.stages)
+    times = StepTimes(ExampleCost([1.0] * stages, **costs), stages, micro_batches, "weights" in costs, placement)
+    assert improve.why_not(times, "1f1b", lengths) == says
+
+
+@pytest.mark.parametrize(("lengths", "once", "apart"), [((16,), True, False), ((8, 8), True, True), ((8, 8), False, False)])
+def test_a_search_has_weight_gradients_where_a_step_has(lengths, once, apart):
+    times = StepTimes(ExampleCost([1.0] * 4), 4, 2, once, Placement.v(2))
+    assert improve._problem(times, Request(16, 4, 2), "1f1b", lengths).apart == apart
+
+
+@pytest.mark.parametrize(("lengths", "held"), [([8, 4, 2], 14 * (1 + 20)), ([14], 14)])
+def test_what_a_step_holds_for_a_search_is_gone_at_its_end(lengths, held):
+    takes = improve._takes(MemoryModel((StageMemory(1.0, 20.0, 300.0, 0.5),)), lengths)
+    forward, *others = ([takes(Action(op, 0, Unit(0, i))) for i in range(len(lengths))] for op in PASSES)
+    assert sum(forward) == held and sum(forward) + sum(map(sum, others)) == 0
 
 
 @pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [
@@ -205,7 +235,8 @@ def test_a_saved_plan_is_the_same(plan, tmp_path):
     assert Plan.load(tmp_path / "alone.json") == alone
     assert [path.name for path in (tmp_path / "sub").iterdir()] == ["plan.json"]
     with pytest.raises(ConfigError, match="cannot be written"):
-        plan.save(tmp_path / "sub" / "plan.json" / "plan.json")
+        plan.save(tmp_path / "sub")
+    assert {path.name for path in tmp_path.iterdir()} == {"sub", "alone.json"}  # and nothing half written
 
 
 def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
@@ -275,6 +306,8 @@ def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, mi
     plan = choose(cost, request)
     found = two_stages.advice(cost, request, plan)
     assert use in found and bool(use) == bool(found), (found, max(use.total for use in plan.memory))
+    request, plan = (dataclasses.replace(each, **{key: 1e3}) for each, key in ((request, "overhead_s"), (plan, "step_s")))
+    assert two_stages.advice(cost, request, plan) == ""  # no order saves of what follows the last action
 
 
 def placed(placement=DIVIDED):

@@ -79,6 +79,7 @@ BROKEN = [
      r"stages\[1\].samples\[\d+\]: got \[8, 0, 1.0\], must be \[length, context, forward, backward\]"),
     (lambda d: d["stages"][0].update(samples=[[8, 8, 1, 1]]),
      r"stages\[0\].samples: costs of stage 0: got no measurement without context"),
+    (lambda d: d["stages"][0].update(weights=[[256, 0.1]]), r"stages\[0\].weights: got .*, must be of .* up to 512"),
     (lambda d: d["messages"][0].update(points=[[8, 1e-4], [256, 2e-4]]), TOO_FEW),
     (lambda d: d.update(layers=[]), "layers: got"),
     (lambda d: d.update(layers={"stages": [[1.0], [1.0, 2.0]]}), "layers.ends: "),
@@ -131,7 +132,7 @@ def recorded(truth, schedule="1f1b", micro_batches=1, once=False, trials=TRIALS)
     times, steps = StepTimes(truth, STAGES, micro_batches, once), []
     for number, slices in enumerate(trials):
         simulation = times.simulate(schedule, slices)
-        events = [e._replace(run=MEASURED) for e in events_of(simulation.grid, simulation.intervals, step=number)]
+        events = [e._replace(run=MEASURED, step=number) for e in events_of(simulation.grid, simulation.intervals)]
         steps.append(RecordedStep(slices, events, simulation.makespan + 0.05))
     return steps
 
@@ -166,6 +167,7 @@ def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
 def test_other_cuts_are_predicted():
     truth = Truth(weights=0.01, message=0.002)
     cost = learn(recorded(truth, micro_batches=2, once=True), once=True)
+    agree(cost, truth)
     for slices in ((24, 20, 20), (8,) * 8, (40, 24), (64,)):
         predicted, true = (StepTimes(c, STAGES, 2, True).seconds("1f1b", slices) for c in (cost, truth))
         assert predicted == pytest.approx(true, rel=0.01), slices
@@ -191,6 +193,10 @@ def test_sending_belongs_to_the_slice_and_collectives_to_the_step():
     assert cost.stage_costs[1].samples[0] == (8, 0, pytest.approx(0.5), pytest.approx(1.1))
     # from the end of a send to the end of its receive
     assert cost.message(0, 8.0) == pytest.approx((0.3 + 0.9) / 2, rel=0.3)
+    # a length that no stage waited for takes as long as the nearest one
+    ready = [e._replace(start=e.end - 0.01) if e.kind.startswith("RECV") else e for e in step.events]
+    longer = measured_cost([step, step._replace(slices=(16,), events=ready)], 2, 1, False, False, {})
+    assert longer.message(0, 16.0) == longer.message(0, 8.0) == pytest.approx(cost.message(0, 8.0))
     assert overhead([step]) == pytest.approx(2.0)
     with pytest.raises(ConfigError, match="stage 1: got no recorded slice"):
         learn([step._replace(events=[e for e in step.events if e.stage == 0])])

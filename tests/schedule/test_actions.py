@@ -97,22 +97,21 @@ def test_weight_gradients_come_after_what_the_stage_before_waits_for():
         "1SEND_F0.1 1RECV_B0.1 1B0.1 1RECV_B0.0 1B0.0 1W0.0",
         "2SEND_B0.1 3B0.0 2B0.0 2SEND_B0.0 3W0.0 2W0.0",
     ]
-    some = with_weight_gradients(lowered, placement, stages=[0, 3], each_slice=True)
-    assert [str(a) for row in some for a in row if a.op is Op.WEIGHT_GRADIENTS] == ["3W0.1", "3W0.0"]
-    validate(some, [2], "1f1b", placement)
+    some = with_weight_gradients(lowered, placement, stages=[0, 3])
+    assert [str(a) for row in some for a in row if a.op is Op.WEIGHT_GRADIENTS] == ["3W0.0"]
 
 
 @settings(deadline=None)
-@given(strategies.names_and_late, strategies.placements(), strategies.few_slices, st.booleans(), st.data())
-def test_weight_gradients_on_any_placement_by_slice_or_micro_batch(name, placement, slices, each_slice, data):
+@given(strategies.names_and_late, strategies.placements(), strategies.few_slices, st.data())
+def test_weight_gradients_on_any_placement_are_made_once_a_micro_batch(name, placement, slices, data):
     stages = data.draw(st.none() | st.sets(st.integers(0, len(placement.stages) - 1)))
     grid = order(name, placement, slices)
-    made = with_weight_gradients(with_messages(grid, placement), placement, stages, each_slice)
+    made = with_weight_gradients(with_messages(grid, placement), placement, stages)
     validate(made, slices, name, placement)
     for stage in range(len(placement.stages)):
         row = [action for action in made[placement.place_of(stage)] if action.stage == stage]
         units = [action.unit for action in row if action.op is Op.WEIGHT_GRADIENTS]
-        wanted = [a.unit for a in row if a.op is Op.FORWARD and (each_slice or a.unit.slice == 0)]
+        wanted = [a.unit for a in row if a.op is Op.FORWARD and a.unit.slice == 0]
         apart = (stages is None or stage in stages) and placement.goes_backward(stage)
         ordered = [a for a in grid[placement.place_of(stage)] if a.op is Op.WEIGHT_GRADIENTS and a.stage == stage]
         if ordered and apart:  # they stay where the order has them, and make those of every slice once

@@ -97,7 +97,8 @@ def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
     assert found is not None and of.fit(of.rows_of(found.grid))
     early = [[Action(op, 0, Unit(m, 0)) for op in (Op.FORWARD, Op.BACKWARD) for m in range(8)]]
     early += [[Action(op, 1, Unit(m, 0)) for m in range(8) for op in (Op.FORWARD, Op.BACKWARD)]]
-    assert queue_deadlock(complete(early)) and not queue_deadlock(with_messages(early, None, lambda action: 1.0))
+    assert queue_deadlock(complete(early)) == {0: 11, 1: 11}  # 0SEND_F5.0 and 1SEND_B2.0
+    assert not queue_deadlock(with_messages(early, None, lambda action: 1.0))
 
 
 def test_orders_of_one_time_leave_slack_between_warm_ups():

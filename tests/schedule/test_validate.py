@@ -79,7 +79,7 @@ DAMAGE = [
         (0, " 3B0.0 3SEND_B0.0", "", r"3B0.0 is missing \(and 1 more\)", ""),
     ]),
     ((lowered("1f1b", [3, 3], 2, True), "1f1b", [3, 3], None), [
-        (1, " 1W1.0", "", r"1W1\.0 is missing", ""),
+        (1, " 1W1.0", "", r"1W1\.0 is missing(?! .and)", ""),
         (1, "1W1.0", "1W1.0 1W1.1", "1W1.1 comes after 1W1.0, which has made them", ""),
         (1, "1W1.0", "1W1.0/0of2", r"1W1\.0/1of2 is missing", ""),
         (1, "1W1.0", "1W1.0/0of2 1W1.0/0of2", r"1W1\.0/0of2 is there a second time", ""),

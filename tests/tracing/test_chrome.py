@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.schedule import Op, order, replay, with_messages
+from ds_terapipe.schedule import Op, Placement, as_placement, order, replay, with_messages
 from ds_terapipe.tracing.chrome import MEASURED, Event, events_of, read, write
 from ds_terapipe.tracing.summary import summarise
 from tests.schedule import strategies
 
 
 def simulated(stages=2, slices=(2, 2), name="1f1b"):
-    grid = with_messages(order(name, stages, slices))
-    return events_of(grid, replay(grid, lambda action: 1.0 + (action.op is Op.BACKWARD)).intervals)
+    placement = as_placement(stages)
+    grid = with_messages(order(name, placement, slices), placement)
+    return events_of(grid, replay(grid, lambda action: 1.0 + (action.op is Op.BACKWARD), placement=placement).intervals)
 
 
 @given(strategies.names, st.integers(1, 4), strategies.few_slices, st.integers(1, 400))
@@ -40,6 +41,8 @@ def test_a_summary_adds_up_to_the_schedule():
     for line in lines:
         assert (line.busy, line.schedule, line.bubble) == pytest.approx((6.0, 9.0, 3.0 / 9.0))
     assert lines[0].waiting == pytest.approx({1: 3.0}) and lines[1].waiting == pytest.approx({0: 1.0})
+    twice = summarise(simulated(Placement.interleaved(2, 2), (1,), "interleaved"))
+    assert [set(line.waiting) for line in twice] == [{1, 3}, {0, 2}]
 
 
 def test_steps_are_averaged_and_collectives_named():
@@ -50,7 +53,7 @@ def test_steps_are_averaged_and_collectives_named():
         events.append(Event(MEASURED, 0, 0, step, "optimiser", "optimiser", at + 3.0, at + 3.5 + late))
     (line,) = summarise(events)
     assert line.steps == 2 and line.collectives == pytest.approx({"optimiser": 1.0})
-    assert line.busy == line.schedule == pytest.approx(1.5)
+    assert line.busy == line.schedule == pytest.approx(1.5) and line.other == line.bubble == pytest.approx(0)
 
 
 HEAD = '"otherData": {"format": "ds_terapipe trace 1"}}'

@@ -71,9 +71,8 @@ class Schedule:
         self._common = float(
             getattr(optimizer, "defaults", {}).get("lr", 0.0) or (_own_lr(groups[0]) if groups else 0.0)
         )
-        self._scales: list[float] = []
+        self._scales: list[float] = []  # read with the first LR
         self._told = False
-        self._proportions()
 
     @property
     def total_steps(self) -> int:

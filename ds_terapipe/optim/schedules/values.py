@@ -51,17 +51,15 @@ def count(path: str, value: object, least: int = 1) -> int:
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
-def number(
-    path: str, value: object, *, above: float | None = None, least: float = 0.0, most: float = math.inf
-) -> float:
-    """A finite number, above ``above`` or at least ``least``, and at most ``most``.
+def number(path: str, value: object, *, above: float | None = None, most: float = math.inf) -> float:
+    """A finite number, above ``above`` or at least 0, and at most ``most``.
 
     Raises:
         ConfigError: naming ``path``.
     """
-    low = is_finite(value) and (value > above if above is not None else value >= least)  # type: ignore[operator]
+    low = is_finite(value) and (value > above if above is not None else value >= 0)  # type: ignore[operator]
     if not low or value > most:  # type: ignore[operator]
-        bound = f"a number above {above:g}" if above is not None else f"a number of at least {least:g}"
+        bound = f"a number above {above:g}" if above is not None else "a number of at least 0"
         upper = f" and at most {most:g}" if most < math.inf else ""
         raise bad_value(path, value, bound + upper, "e.g. 0.1" if most <= 1 else "e.g. 1e-3")
     return float(value)  # type: ignore[arg-type]

@@ -54,11 +54,8 @@ class Interception:
         changed: list[tuple[nn.Module, str, Callable[..., Any]]] = []
         Overrides.acquire()
         self._finalizer = weakref.finalize(self, _undo, changed)
-        layers, seen = list(layers), set()
+        layers = list(layers)
         for name, module in (found for layer in layers for root in modules_of(layer) for found in _named(root)):
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
             if core_attention.is_core_attention(name, module):
                 self.adapted.append(module)
                 _stand_in(module, "forward", core_attention.forward, changed)

@@ -20,39 +20,36 @@ from ds_terapipe.schedule import Action, Unit
 
 
 class LiveUnits:
-    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
+    """Units that ran forward and not yet backward, and the largest number of them since the step began.
 
     It also counts all units that ran in the step: ``forward_units`` and ``backward_units``. If a place has several
     stages, each counts its own.
     """
 
     def __init__(self) -> None:
-        self._live: dict[tuple[int, Unit], int] = {}
+        self._live: set[tuple[int, Unit]] = set()
         self._lengths: dict[int, dict[int, list[int]]] = {}
-        self.peak_units = self.peak_tokens = 0
-        self.forward_units = self.backward_units = 0
+        self.peak_units = self.forward_units = self.backward_units = 0
 
     def begin(self) -> None:
         """Begin a step."""
         self._live.clear()
         self._lengths.clear()
-        self.peak_units = self.peak_tokens = 0
-        self.forward_units = self.backward_units = 0
+        self.peak_units = self.forward_units = self.backward_units = 0
 
     def forward(self, stage: int, unit: Unit, span: Span, held: bool = True) -> None:
         """Note the forward of a stage's unit; ``held``: it lives until its backward."""
         self.forward_units += 1
         self._lengths.setdefault(stage, {}).setdefault(unit.micro_batch, []).append(span.length)
-        self._live[stage, unit] = span.length
+        self._live.add((stage, unit))
         self.peak_units = max(self.peak_units, len(self._live))
-        self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
         if not held:
-            del self._live[stage, unit]
+            self._live.remove((stage, unit))
 
     def backward(self, stage: int, unit: Unit) -> None:
         """Note the backward of a unit."""
         self.backward_units += 1
-        self._live.pop((stage, unit), None)
+        self._live.discard((stage, unit))
 
     @property
     def count(self) -> int:

@@ -145,17 +145,6 @@ class StageCost:
         """The longest measured sequence: context and slice together."""
         return max(sample.length + sample.context for sample in self.samples)
 
-    @property
-    def residuals(self) -> list[list[float]]:
-        """(fitted - measured) / measured of each sample, forward and backward."""
-        return [
-            [
-                self.forward(float(s.length), s.context) / s.forward - 1,
-                self.backward(float(s.length), s.context) / s.backward - 1,
-            ]
-            for s in self.samples
-        ]
-
 
 class MeasuredCost:
     """A `Cost` from measurements.
@@ -269,7 +258,6 @@ class MeasuredCost:
                 {
                     "samples": [list(sample) for sample in stage.samples],
                     "weights": [list(point) for point in stage.weight_curve.points] if stage.weight_curve else [],
-                    "residuals": stage.residuals,
                 }
                 for stage in self.stage_costs
             ],
@@ -294,8 +282,7 @@ class MeasuredCost:
             memory = model_from(Fields(fields.block("memory"), fields.path("memory")))
             if len(memory.stages) != len(stages):
                 raise fields.fail("memory", f"of {len(stages)} stages", "a new measurement")
-        ((forward, backward),) = fields.rows("loss", ("forward", "backward")) if fields.value("loss") else ((0.0, 0.0),)
-        loss = forward, backward
+        forward, backward = fields.rows("loss", ("forward", "backward"))[0]
         about = Fields(fields.block("measured_on"), fields.path("measured_on"))
         placement, layers = placement_from(about, len(stages)), None
         if fields.value("layers") is not None:
@@ -304,7 +291,15 @@ class MeasuredCost:
         about.number(_OVERHEAD, "e.g. 0", default=0.0)
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")
-        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
+        return cls(
+            stages,
+            messages,
+            fields.count("sequences"),
+            fields.block("measured_on"),
+            memory,
+            (forward, backward),
+            layers,
+        )
 
 
 def _stage(block: Fields, index: int) -> StageCost:

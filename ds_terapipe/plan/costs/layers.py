@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.files import Fields, is_number
 from ds_terapipe.plan.stages import Partition, describe, gain, partition
 
@@ -83,9 +84,11 @@ class LayerSeconds:
             raise fields.fail("stages", f"the seconds of the layers of {stages} stages", "a new measurement")
         if not (isinstance(ends, list) and len(ends) == 2 and all(type(end) is int and end >= 0 for end in ends)):
             raise fields.fail("ends", "two numbers of layers", "a new measurement")
-        if len(rows[0]) <= ends[0] or len(rows[-1]) <= ends[1] or (stages == 1 and len(rows[0]) <= sum(ends)):
-            raise fields.fail("ends", "fewer layers than the first and the last stage have", "a new measurement")
-        return cls(tuple(tuple(map(float, row)) for row in rows), (ends[0], ends[1]))
+        try:
+            return cls(tuple(tuple(map(float, row)) for row in rows), (ends[0], ends[1]))
+        except ConfigError:
+            rule = "fewer layers than the first and the last stage have"
+            raise fields.fail("ends", rule, "a new measurement") from None
 
     @property
     def _sizes(self) -> tuple[int, ...]:
