@@ -106,7 +106,7 @@ class ElasticCheckpointer(NamedCheckpointer):
                 stays, by_name = self._check_saved(engine, folder, state, wants)
                 self._take_shape(engine, state, stays)
                 if by_name and optimizer and engine.basic_optimizer is not None:
-                    saved = self.read_named(engine, folder, state["optimizer"])
+                    saved = self.read_named(engine, folder, state.get("optimizer") or [])
                     put_states = partial(put, engine, saved, scheduler)
         path, client_state = self.load_checked(
             engine, load, load_dir, tag, load_module_strict, load_optimizer_states and put_states is None,
@@ -140,7 +140,7 @@ class ElasticCheckpointer(NamedCheckpointer):
             shape = resized(topology, state["stages"])
             return False, self.check_files(engine, folder, shape, wants=wants._replace(placed=there), **there)
         trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
-        read = read_by(state["optimizer"], engine.grid.get_slice_parallel_rank(), trained)
+        read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
         weights = wants._replace(states=False, parts=None)
         self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
@@ -217,9 +217,9 @@ class ElasticCheckpointer(NamedCheckpointer):
         parts = self._controller
         parts.data.follow_shape(engine)
         if state is not None:
-            parts.caching.load(state["cache"])
+            parts.caching.load(state.get("cache"))
             parts.reseed(state["seed"])
-            parts.data.load(state["data"])
+            parts.data.load(state.get("data"))
             parts.freezing.load(state)  # which may count epochs
         elif engine.global_steps:
             parts.data.note_epochs(engine)

@@ -156,7 +156,7 @@ class LayerFreezing:
 
     def load(self, state: dict[str, Any]) -> None:
         """Restore the decisions, losses and norms of a checkpoint."""
-        total, count = state["losses"]
+        total, count = state.get("losses", (0.0, 0))
         self._losses = total, count
         self.freezer.load(state["policy"])
         self.norms.load(state["norms"])

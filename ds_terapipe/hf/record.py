@@ -95,7 +95,9 @@ def read_record(checkpoint: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record.update(entries=[dict(entry) for entry in record["entries"]], tied=bool(record["tied"]))
-        record.update(adapter=dict(record["adapter"] or {}), weights=[*record["weights"]], saved=dict(record["saved"]))
+        record["adapter"] = dict(record.get("adapter") or {})  # older records have none
+        record["weights"] = list(record.get("weights") or ())  # and not these
+        record["saved"] = dict(record.get("saved") or {})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"export: got {file} ({type(error).__name__}), must be as it was saved, use another checkpoint"

@@ -191,6 +191,9 @@ class TokenPipelineEngine(PipelineEngine):
         attrgetter("_runtime.live.peak_units"),
         doc="Largest number of live units on this stage in the last step: run forward and not yet backward.",
     )
+    peak_live_tokens = property(
+        attrgetter("_runtime.live.peak_tokens"), doc=":attr:`peak_live_units`, in tokens of a sequence."
+    )
 
     @property
     def not_deferred(self) -> list[str]:

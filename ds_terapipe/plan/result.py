@@ -201,7 +201,7 @@ class Plan:
             sequences=fields.count("sequences"),
             weights_once=fields.flag("weights_once"),
             step_s=fields.number("predicted_step_s"),
-            overhead_s=fields.number("overhead_s"),
+            overhead_s=fields.number("overhead_s", default=0.0),
             bubble=_bubble(fields),
             memory=tuple(memory_use_from(use) for use in uses),
             memory_limit=None if limit is None else fields.number("memory_limit_bytes"),

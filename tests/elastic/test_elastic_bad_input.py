@@ -121,8 +121,7 @@ def test_what_was_refused_leaves_nothing_behind_and_what_is_right_is_not_refused
 
 NOW = {
     "frozen_layers": 2, "stages": 2, "parts": [0, 3, 6], "places": [0, 1], "layers": 6, "processes": 4, "tensor_parallel_size": 1,
-    "train_batch_size": 8, "data": None, "cache": None, "seed": None, "norms": None, "policy": None,
-    "losses": None, "optimizer": None,
+    "train_batch_size": 8, "seed": None, "norms": None, "policy": None,
 }  # fmt: skip
 
 

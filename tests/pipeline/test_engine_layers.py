@@ -214,7 +214,7 @@ def live_units(schedule: str) -> dict[str, Any]:
         new = [ref for key, ref in tensors().items() if before.get(key) is not ref]
         kept_after.append(kept(new))
         made += len(new)
-    result = {"peak": engine.peak_live_units, "kept": kept_after, "made": made}
+    result = {"peak": (engine.peak_live_units, engine.peak_live_tokens), "kept": kept_after, "made": made}
     engine.destroy()
     return result
 
@@ -254,9 +254,9 @@ def test_an_embedding_that_would_be_scaled_slice_by_slice_is_refused(ranks: list
 @pytest.mark.parametrize("schedule", ["1f1b", "terapipe"])
 def test_a_step_holds_what_the_simulator_says_and_leaves_nothing(ranks: list[dict[str, Any]], schedule: str) -> None:
     seconds: Any = {Op.FORWARD: 1.0}
-    simulated = simulate(order(schedule, 2, [4] * 6), compute=lambda a: seconds.get(a.op, 2.0))
-    assert [r[schedule]["peak"] for r in ranks] == [place.peak_units for place in simulated.places]
-    assert ranks[0][schedule]["peak"] == (2 + 4 - 1 if schedule == "1f1b" else 6 * 4)
+    simulated = simulate(order(schedule, 2, [4] * 6), compute=lambda a: seconds.get(a.op, 2.0), tokens=lambda _: 6)
+    assert [r[schedule]["peak"] for r in ranks] == [(s.peak_units, s.peak_tokens) for s in simulated.places]
+    assert ranks[0][schedule]["peak"][0] == (2 + 4 - 1 if schedule == "1f1b" else 6 * 4)
     for results in ranks:
         assert results[schedule]["kept"] == [[]] * 3
         assert results[schedule]["made"] >= 3, "losses: the count does see what steps make"

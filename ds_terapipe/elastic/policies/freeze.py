@@ -162,7 +162,7 @@ class SchedulePolicy(FreezePolicy):
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the saved state."""
-        self._since = state["since"]
+        self._since = state.get("since", -1)
 
 
 class AlphaPolicy(FreezePolicy):

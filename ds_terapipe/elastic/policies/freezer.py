@@ -174,8 +174,9 @@ class Freezer:
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state`; another policy counts from there, with the same frozen entries."""
         self.frozen = min(state["frozen"], self._most)
-        self._step, self._since, self._first, self._best = (state[key] for key in ("step", "since", "first", "best"))
-        self._rate.highest, self._rate.lowest = state["rate"]
+        self._step, self._since, self._best = state["step"], state.get("since", 0), state.get("best")
+        self._first = state.get("first", 0)
+        self._rate.highest, self._rate.lowest = state.get("rate", (0.0, 0.0))
         if state["policy"] == self._settings.policy:
             self._policy.load(state["own"])
         elif self._step is not None and self._counts:

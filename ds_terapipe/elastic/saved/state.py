@@ -13,8 +13,8 @@ from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.saved_files import SavedFiles
 
 _KEYS = (
-    "frozen_layers", "stages", "parts", "places", "layers", "processes", "tensor_parallel_size", "train_batch_size", "data",
-    "cache", "seed", "norms", "policy", "losses", "optimizer",
+    "frozen_layers", "stages", "parts", "layers", "processes", "tensor_parallel_size", "train_batch_size", "seed", "norms",
+    "policy",
 )  # fmt: skip
 
 
@@ -42,7 +42,9 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"load_checkpoint: got {path} ({error}), must be JSON, use another checkpoint") from error
     missing = set(_KEYS) - set(found) if isinstance(found, dict) else set(_KEYS)
-    if missing or not _are_parts(found["parts"], found["stages"], found["layers"], found["places"]):
+    if not missing and isinstance(found["stages"], int):
+        found.setdefault("places", [*range(found["stages"])])  # older checkpoints have one stage on each place
+    if missing or not _are_parts(found["parts"], found["stages"], found["layers"], found.get("places")):
         what = f"without {min(missing)}" if missing else "whose parts are none"
         raise ConfigError(
             f"load_checkpoint: got {path} {what}, must be a file of this checkpoint, use another checkpoint"

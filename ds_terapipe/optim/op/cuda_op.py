@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_terapipe.optim.op.segments import LAYER, LENGTH, Tables, check_array
+from ds_terapipe.optim.op.segments import GRADIENT, KIND, LAYER, LENGTH, PARAMETER, TYPE_SHIFTS, Tables, check_array
 
 SQUARE_SUM, MOMENTS, APPLY = range(3)
 SPARES = 2
@@ -175,9 +175,11 @@ class _Sent:
         """Send the segments if they have changed, and take the address of the rules.
 
         Raises:
+            ValueError: for a table that would make the kernels read or write elsewhere.
             RuntimeError: in a capture, if nothing is left to send them to.
         """
         if self._host is None or not torch.equal(self._host, tables.segments):
+            check_segments(tables)
             self._host = tables.segments.clone()
             self._streams.clear()
             segments = self._sent_now(self._host) if capturing else _upload(tables.segments, self._device)
@@ -222,6 +224,28 @@ def chunks(segments: Tensor, layers: int, chunk: int) -> tuple[np.ndarray, np.nd
     offset = within * chunk
     cut = np.stack([offset, segment | np.minimum(lengths[segment] - offset, chunk) << 32], axis=1)
     return cut, np.searchsorted(layer[segment], np.arange(layers + 1)).astype(np.int64)
+
+
+def check_segments(tables: Tables) -> None:
+    """Refuse a table with which the kernels would read or write elsewhere.
+
+    Raises:
+        ValueError: with the first row that is wrong.
+    """
+    table, rules = tables.segments.numpy(), tables.rules.shape[0]
+    kind, length, layer = table[:, KIND], table[:, LENGTH], table[:, LAYER]
+    addresses = table[:, PARAMETER : GRADIENT + 3]
+    types = [kind >> shift & 0xF for shift in TYPE_SHIFTS if shift]
+    for wrong, what in (
+        (length < 0, "a negative length"),
+        ((layer < 0) | (layer >= tables.layers), f"a layer that is not one of {tables.layers}"),
+        (np.diff(layer, prepend=0) < 0, "a layer lower than that of the row before"),
+        (kind & 0xFFFF >= rules, f"a rule that is not one of {rules}"),
+        (np.max(types, axis=0, initial=0) > 2, "an unknown type"),
+        ((length > 0) & (addresses == 0).any(axis=1), "no address"),
+    ):
+        if wrong.any():
+            raise ValueError(f"segments: got {what} in row {int(np.argmax(wrong))}")
 
 
 @contextlib.contextmanager

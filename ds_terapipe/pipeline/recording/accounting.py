@@ -20,36 +20,39 @@ from ds_terapipe.schedule import Action, Unit
 
 
 class LiveUnits:
-    """Units that ran forward and not yet backward, and the largest number of them since the step began.
+    """Units that ran forward and not yet backward; the largest number since the step began, and of their tokens.
 
     It also counts all units that ran in the step: ``forward_units`` and ``backward_units``. If a place has several
     stages, each counts its own.
     """
 
     def __init__(self) -> None:
-        self._live: set[tuple[int, Unit]] = set()
+        self._live: dict[tuple[int, Unit], int] = {}
         self._lengths: dict[int, dict[int, list[int]]] = {}
-        self.peak_units = self.forward_units = self.backward_units = 0
+        self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
 
     def begin(self) -> None:
         """Begin a step."""
         self._live.clear()
         self._lengths.clear()
-        self.peak_units = self.forward_units = self.backward_units = 0
+        self.peak_units = self.peak_tokens = 0
+        self.forward_units = self.backward_units = 0
 
     def forward(self, stage: int, unit: Unit, span: Span, held: bool = True) -> None:
         """Note the forward of a stage's unit; ``held``: it lives until its backward."""
         self.forward_units += 1
         self._lengths.setdefault(stage, {}).setdefault(unit.micro_batch, []).append(span.length)
-        self._live.add((stage, unit))
+        self._live[stage, unit] = span.length
         self.peak_units = max(self.peak_units, len(self._live))
+        self.peak_tokens = max(self.peak_tokens, sum(self._live.values()))
         if not held:
-            self._live.remove((stage, unit))
+            del self._live[stage, unit]
 
     def backward(self, stage: int, unit: Unit) -> None:
         """Note the backward of a unit."""
         self.backward_units += 1
-        self._live.discard((stage, unit))
+        self._live.pop((stage, unit), None)
 
     @property
     def count(self) -> int:

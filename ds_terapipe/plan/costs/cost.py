@@ -282,7 +282,8 @@ class MeasuredCost:
             memory = model_from(Fields(fields.block("memory"), fields.path("memory")))
             if len(memory.stages) != len(stages):
                 raise fields.fail("memory", f"of {len(stages)} stages", "a new measurement")
-        forward, backward = fields.rows("loss", ("forward", "backward"))[0]
+        ((forward, backward),) = fields.rows("loss", ("forward", "backward")) if fields.value("loss") else ((0.0, 0.0),)
+        loss = forward, backward
         about = Fields(fields.block("measured_on"), fields.path("measured_on"))
         placement, layers = placement_from(about, len(stages)), None
         if fields.value("layers") is not None:
@@ -291,15 +292,7 @@ class MeasuredCost:
         about.number(_OVERHEAD, "e.g. 0", default=0.0)
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")
-        return cls(
-            stages,
-            messages,
-            fields.count("sequences"),
-            fields.block("measured_on"),
-            memory,
-            (forward, backward),
-            layers,
-        )
+        return cls(stages, messages, fields.count("sequences"), fields.block("measured_on"), memory, loss, layers)
 
 
 def _stage(block: Fields, index: int) -> StageCost:

@@ -47,6 +47,9 @@ from ds_terapipe.schedule import (
 )
 
 GIGABYTE = 1e9
+_SINCE = dict.fromkeys(  # files that were written before have no such lines
+    ("working", "joined", "largest_gradient", "packed", "gradient_sums", "losses"), 0.0
+)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def as_dict(use: MemoryUse) -> dict[str, float]:
 
 def memory_use_from(fields: Fields) -> MemoryUse:
     """The inverse of `as_dict`. Raises ConfigError, one line with file, field and expectation."""
-    return MemoryUse(*(fields.number(line) for line in MemoryUse._fields))
+    return MemoryUse(*(fields.number(line, default=_SINCE.get(line)) for line in MemoryUse._fields))
 
 
 def model_dict(model: MemoryModel) -> dict[str, Any]:
@@ -229,7 +232,8 @@ def model_from(fields: Fields) -> MemoryModel:
     """The inverse of `model_dict`. Raises ConfigError, one line with file, field and expectation."""
     names = [each.name for each in dataclass_fields(StageMemory)]
     stages = tuple(
-        StageMemory(*(block.number(name, "bytes per token") for name in names)) for block in fields.blocks("stages")
+        StageMemory(*(block.number(name, "bytes per token", _SINCE.get(name)) for name in names))
+        for block in fields.blocks("stages")
     )
     return MemoryModel(stages, int(fields.number("posted_ahead", "e.g. 2")), int(fields.number("sent_kept", "e.g. 8")))
 
