@@ -243,15 +243,26 @@ def verify_stage(
             one = _OneLayer(layers.text(layers.first + index), run, recorder)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
-                outputs = one.run_whole(inputs, spans[0].total)
+                outputs, state = one.run_whole(inputs, spans[0].total), _state_of(inside)
             batch = _batch_size(as_tuple(inputs), cuts)
             for span in spans:
                 one.compare(part_of(inputs, cuts, span), span, batch)
+            one.compare_state(state, _state_of(inside))
             context.clear()
             inputs = outputs
     finally:
         recorder.close()
     return inputs
+
+
+def _state_of(modules: Sequence[nn.Module]) -> list[tuple[str, Tensor]]:
+    """Return copies of the statistics that modules keep and a checkpoint has: buffers of numbers that are no integers."""
+    kept = ((m, name, buffer) for m in modules for name, buffer in m._buffers.items() if buffer is not None)
+    return [
+        (name, buffer.clone())
+        for m, name, buffer in kept
+        if buffer.is_floating_point() and name not in m._non_persistent_buffers_set
+    ]
 
 
 class _OneLayer:
@@ -267,6 +278,17 @@ class _OneLayer:
             outputs = self._run(copy_of(inputs), Span(0, total, total))
         self._expected = self._recorder.take()
         return outputs
+
+    def compare_state(self, expected: list[tuple[str, Tensor]], got: list[tuple[str, Tensor]]) -> None:
+        """Raise ConfigError if all slices together leave other statistics than the whole sequence."""
+        for (name, whole), (_, parts) in zip(expected, got, strict=False):
+            if whole.shape == parts.shape and not torch.equal(whole, parts) and whole.isfinite().all():
+                error = _difference(whole, parts, None)
+                if error > TOLERANCE.get(parts.dtype, 0.0):
+                    raise refuse_model(
+                        f"the buffer {name} of {self._text}, which every slice writes, differs by {error:.1e} after all of them",
+                        'use "slices": 1 or "verify": false if it may',
+                    )
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
