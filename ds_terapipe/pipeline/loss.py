@@ -115,8 +115,8 @@ class MicroBatchLoss:
         for piece, span in zip(pieces, self._spans, strict=True):
             if cut.row is not None and piece.shape[cut.row] != cut.rows(span):
                 raise ConfigError(
-                    f"the model: got outputs of shape {list(piece.shape)} for {span.length} tokens, must have as many in dimension "
-                    f"{cut.row} as in the first micro-batch, use outputs [batch, tokens, ...]"
+                    f"the model: got outputs of shape {list(piece.shape)} for {span.length} tokens, must have as many in "
+                    f"dimension {cut.row} as in the first micro-batch, use outputs [batch, tokens, ...]"
                 )
 
     @property
