@@ -77,9 +77,8 @@ class Stage:
         self.layers = LayerRange(functions, first_layer, context.enter_layer, context.leave_layer, module)
         context.streams, context.layer_text = streams, self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
-        self._dims: dict[
-            bool, SequenceDims
-        ] = {}  # by whether the module trains: some layers then compute something else
+        # by whether the module trains: some layers compute something else then
+        self._dims: dict[bool, SequenceDims] = {}
         self.written: list[str] = []  # statistics that its layers write in every slice, as the inspection has found
         self.weight_gradients = WeightGradients()
         self.losses: StepLosses | None = None  # losses of the step, on the last stage

@@ -59,9 +59,8 @@ class StepRunner:
     ) -> None:
         self._module, self._consensus, self._watchdog = module, consensus, watchdog
         self._load, self._device = load, device
-        self._verified: set[bool] = (
-            set()
-        )  # whether layers trained when all were verified, on any rank; holds after moves too
+        # whether layers trained when all were verified, on any rank; holds after moves too
+        self._verified: set[bool] = set()
         self._followed: dict[Any, bool] = {}
 
     def read(

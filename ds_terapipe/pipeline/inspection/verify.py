@@ -258,8 +258,9 @@ def verify_stage(
 
 def _statistics(layer: Any, number: int) -> dict[str, Tensor]:
     """Return copies of a layer's statistics by name: its buffers of floating point that a checkpoint has."""
-    kept = ((name, buffer, owner.state_dict()) for owner in modules_of(layer) for name, buffer in owner.named_buffers())
-    return {f"{number}.{name}": b.clone() for name, b, saved in kept if b.is_floating_point() and name in saved}
+    kept = [(name, buffer) for owner in modules_of(layer) for name, buffer in owner.named_buffers()]
+    saved = {name for owner in modules_of(layer) for name in owner.state_dict()} if kept else set()
+    return {f"{number}.{name}": b.clone() for name, b in kept if b.is_floating_point() and name in saved}
 
 
 def _changed(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> list[str]:
