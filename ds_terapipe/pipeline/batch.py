@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,19 +97,20 @@ def read_step(
     cut_labels: bool,
     documents_of: Callable[[Any], Documents | None] | None = None,
     multiple: int = 1,
+    followed: MutableMapping[Any, bool] | None = None,
 ) -> StepBatch:
     """Check and cut the items of the data iterator: one (inputs, labels) per micro-batch, each a tensor or several.
 
     ``load``: see `StepBatch`. ``inputs``, ``labels``: whether this stage needs them; ``cut_labels``: whether its loss
     runs per slice; ``documents_of``: finds the documents in a micro-batch's inputs; ``multiple``: of tokens that a slice
-    must be. Raises ConfigError for tensors that cannot be cut.
+    must be; ``followed``: see `plan_cuts`. Raises ConfigError for tensors that cannot be cut.
     """
     batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
     for item in pulled:
         check_item(item)
         if inputs:
             value = _tensors(item[0], "inputs")
-            total, cuts = _plan(value, slices, cut.get("inputs"), "inputs")
+            total, cuts = _plan(value, slices, cut.get("inputs"), "inputs", followed)
             batch.inputs.append(value)
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
@@ -124,7 +125,7 @@ def read_step(
             value = _tensors(item[1], "labels") if cut_labels else item[1]
             batch.labels.append(value)
             if cut_labels:
-                total, cuts = _plan(value, slices, cut.get("labels"), "labels")
+                total, cuts = _plan(value, slices, cut.get("labels"), "labels", followed)
                 batch.label_cuts.append(cuts)
                 if not inputs:
                     batch.lengths.append(total)
@@ -132,10 +133,12 @@ def read_step(
     return batch
 
 
-def _plan(value: Any, slices: int | Sequence[int] | str, given: Any, key: str) -> tuple[int, tuple[TensorCut, ...]]:
+def _plan(
+    value: Any, slices: int | Sequence[int] | str, given: Any, key: str, followed: MutableMapping[Any, bool] | None
+) -> tuple[int, tuple[TensorCut, ...]]:
     tensors = as_tuple(value)
     if slices != 1:
-        return plan_cuts(tensors, given, key)
+        return plan_cuts(tensors, given, key, followed)
     try:  # one slice works for any model; the length is only reported
         total = plan_cuts(tensors, given, key)[0] if key == "inputs" else 0
     except ConfigError:

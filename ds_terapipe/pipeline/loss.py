@@ -104,16 +104,32 @@ class MicroBatchLoss:
         joined = []
         for index, cut in enumerate(self._output_cuts or ()):
             pieces = [part[index].detach() for part in parts]
+            self._check_pieces(pieces, cut)
             whole = pieces[0] if cut.row is None else torch.cat(pieces, dim=cut.row)
             wants = requires_grad and any(part[index].requires_grad for part in parts)
             joined.append(whole.requires_grad_(wants))
         return like(self._outputs[0], joined)
+
+    def _check_pieces(self, pieces: Sequence[Tensor], cut: TensorCut) -> None:
+        """Raise ConfigError for rows that are not one token each, as where samples and tokens share a dimension."""
+        for piece, span in zip(pieces, self._spans, strict=True):
+            if cut.row is not None and piece.shape[cut.row] != cut.rows(span):
+                raise ConfigError(
+                    f"the model: got outputs of shape {list(piece.shape)} for {span.length} tokens, must have as many in "
+                    f"dimension {cut.row} as in the first micro-batch, use outputs [batch, tokens, ...]"
+                )
 
     @property
     def waiting(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """The latest outputs if they are kept until their backward, and the copies that join all once these are there."""
         latest = () if self._per_slice or not self._outputs else as_tuple(self._outputs[-1])
         return latest, () if self._joined is None else as_tuple(self._joined)
+
+    def backward_whole(self, index: int, scale: Callable[[Tensor], Tensor]) -> None:
+        """Run the backward of a loss that has seen all slices, before that of the last one's layers; it is in no slice itself."""
+        if self._joined is not None and index == len(self._spans) - 1:
+            scale(self.value).backward()
+            self.value = self.value.detach()
 
     def backward(self, index: int, scale: Callable[[Tensor], Tensor]) -> None:
         """Run the backward of slice ``index``, in descending order. ``scale`` applies accumulation and loss scale."""
@@ -126,9 +142,6 @@ class MicroBatchLoss:
             scale(self.value).backward()
             self._outputs.clear()
             return
-        if index == len(self._spans) - 1:
-            scale(self.value).backward()
-            self.value = self.value.detach()
         roots, gradients = [], []
         for output, whole, cut in zip(
             as_tuple(self._outputs[index]), as_tuple(self._joined), self._output_cuts or (), strict=True
@@ -204,6 +217,10 @@ class StepLosses:
         """Return the tensors that wait for the backward of a unit whose outputs came last; see `MicroBatchLoss.waiting`."""
         open_loss = self._open.get(unit.micro_batch)
         return ((), ()) if open_loss is None else open_loss.waiting
+
+    def backward_whole(self, unit: Unit, scale: Callable[[Tensor], Tensor]) -> None:
+        """Run the backward pass of a unit's loss if it is that of all slices; see `MicroBatchLoss.backward_whole`."""
+        self._open[unit.micro_batch].backward_whole(unit.slice, scale)
 
     def backward(self, unit: Unit, scale: Callable[[Tensor], Tensor]) -> None:
         """Start the backward pass of a unit; the slices of a micro-batch come in descending order."""

@@ -7,7 +7,7 @@ that names the key ``cut``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -164,7 +164,10 @@ def aliases(value: Tensor | Sequence[Tensor]) -> Any:
 
 
 def plan_cuts(
-    tensors: Sequence[Tensor], given: Sequence[int | Sequence[int] | None] | None, key: str
+    tensors: Sequence[Tensor],
+    given: Sequence[int | Sequence[int] | None] | None,
+    key: str,
+    followed: MutableMapping[Any, bool] | None = None,
 ) -> tuple[int, tuple[TensorCut, ...]]:
     """Return the sequence length of a micro-batch and the cut of each of its tensors.
 
@@ -172,12 +175,25 @@ def plan_cuts(
         tensors: inputs or labels of the micro-batch, batch first.
         given: the user's ``cut``, one entry per tensor: a dimension, [row, column], or None for a tensor that stays whole.
         key: name of the tensors in errors: ``inputs`` or ``labels``.
+        followed: whether dimensions of earlier micro-batches were as long as the sequence; those of this one are added.
     """
     if given is not None:
         return _given_cuts(tensors, given, key)
     total = _sequence_length(tensors, key)
     batch = _flat(tensors)[0][1].shape[0]
-    return total, tuple(_infer(index, tensor, total, key, batch) for index, tensor in enumerate(tensors))
+    cuts = tuple(_infer(index, tensor, total, key, batch) for index, tensor in enumerate(tensors))
+    _refuse_chance(tensors, total, key, {} if followed is None else followed)
+    return total, cuts
+
+
+def _refuse_chance(tensors: Sequence[Tensor], total: int, key: str, followed: MutableMapping[Any, bool]) -> None:
+    """Refuse a dimension that is as long as the sequence in some micro-batches only: features, as many by chance."""
+    for index, tensor in enumerate(tensors):
+        for dimension, size in enumerate(tensor.shape[1:], start=1):
+            place, follows = (key, index, tensor.dim(), dimension), size == total
+            if size > 1 and followed.setdefault(place, follows) != follows:
+                why = f"has {size} in dimension {dimension} for {total} tokens, as many as tokens in some micro-batches only"
+                raise _ambiguous(key, index, tensor, why)
 
 
 def _ambiguous(key: str, index: int, tensor: Tensor, why: str) -> ConfigError:

@@ -77,7 +77,9 @@ class Stage:
         self.layers = LayerRange(functions, first_layer, context.enter_layer, context.leave_layer, module)
         context.streams, context.layer_text = streams, self.layers.text
         self.root = module if module is not None else nn.ModuleList(self.layers.modules)
-        self.dims: SequenceDims | None = None  # its sequence dimensions, after the first cut
+        # by whether the module trains: some layers compute something else then
+        self._dims: dict[bool, SequenceDims] = {}
+        self.written: list[str] = []  # statistics that its layers write in every slice, as the inspection has found
         self.weight_gradients = WeightGradients()
         self.losses: StepLosses | None = None  # losses of the step, on the last stage
         self._gradients, self._autocast = gradients, autocast
@@ -90,6 +92,15 @@ class Stage:
         self._outputs: dict[Unit, Any] = {}
         # micro-batches with some of their weight gradients made, and how many groups of layers have all
         self._making: dict[int, int] = {}
+
+    @property
+    def dims(self) -> SequenceDims | None:
+        """Its sequence dimensions in training, or in evaluation; None before the first cut there."""
+        return self._dims.get(self.root.training)
+
+    @dims.setter
+    def dims(self, found: SequenceDims) -> None:
+        self._dims[self.root.training] = found
 
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
         """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
@@ -141,12 +152,15 @@ class Stage:
         Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        with self._gradients.around(self._parameters, first, last), self.context.backward(unit, self._batch.span(unit)):
+        with self._gradients.around(self._parameters, first, last):
             if self.losses is not None:
-                self.losses.backward(unit, self._gradients.scale)
-            else:
-                outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
-                torch.autograd.backward(outputs, gradients)
+                self.losses.backward_whole(unit, self._gradients.scale)
+            with self.context.backward(unit, self._batch.span(unit)):
+                if self.losses is not None:
+                    self.losses.backward(unit, self._gradients.scale)
+                else:
+                    outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
+                    torch.autograd.backward(outputs, gradients)
         self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._parameters))
         if last:
             self.context.release(unit.micro_batch)

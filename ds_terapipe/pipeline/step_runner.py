@@ -59,7 +59,9 @@ class StepRunner:
     ) -> None:
         self._module, self._consensus, self._watchdog = module, consensus, watchdog
         self._load, self._device = load, device
-        self._verified = False  # whether all layers were verified, on any rank; holds after moves too
+        # whether layers trained when all were verified, on any rank; holds after moves too
+        self._verified: set[bool] = set()
+        self._followed: dict[Any, bool] = {}
 
     def read(
         self,
@@ -107,7 +109,7 @@ class StepRunner:
         cut_labels = request.compute_loss and runs_per_slice(self._module.loss_fn)
         return read_step(
             items, settings, self._load, inputs=view.has_first, labels=view.has_last, cut_labels=cut_labels,
-            documents_of=getattr(self._module, "documents_of", None), multiple=runtime.multiple,
+            documents_of=getattr(self._module, "documents_of", None), multiple=runtime.multiple, followed=self._followed,
         )  # fmt: skip
 
     def _weight(self, batch: StepBatch) -> Tensor | None:
@@ -127,7 +129,7 @@ class StepRunner:
     def inspect(
         self, runtime: PipelineRuntime, settings: TokenPipelineConfig, request: StepRequest, batch: StepBatch
     ) -> bool:
-        """Find the sequence dimensions before the first sliced step, and verify the slices; collective.
+        """Find the sequence dimensions before the first sliced step and evaluation, and verify the slices; collective.
 
         Returns:
             Whether this was done now.
@@ -136,9 +138,10 @@ class StepRunner:
             return False
         check_loss(self._module.loss_fn)
         loss_fn = self._module.loss_fn if request.compute_loss else None
-        verifies = settings.verify and not self._verified
+        trains = torch.is_grad_enabled()
+        verifies = settings.verify and trains not in self._verified
         Inspection(runtime, self._consensus, settings, verifies, loss_fn).run(batch)
-        self._verified = True
+        self._verified.add(trains)
         return True
 
     def run(

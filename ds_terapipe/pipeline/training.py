@@ -14,7 +14,7 @@ from ds_terapipe.pipeline.batch import StepBatch, own
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.gradients import reduce_tied
 from ds_terapipe.pipeline.loss import runs_per_slice
-from ds_terapipe.pipeline.operators.interception import hooked_line, not_deferred_line
+from ds_terapipe.pipeline.operators.interception import hooked_line, not_deferred_line, written_line
 from ds_terapipe.pipeline.recording.report import emit, log_step
 from ds_terapipe.pipeline.replicas import reduce_replicas
 from ds_terapipe.pipeline.step_grid import grid_of_step
@@ -81,10 +81,12 @@ def cut(engine: Any, batch: StepBatch, plan: SlicePlan, request: StepRequest) ->
 
 
 def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:
-    """Inspect the model before the first sliced step, and log weights whose gradients are not deferred; collective."""
-    if engine._steps.inspect(engine._runtime, engine.token_pipeline, request, batch):
-        found = engine._consensus.gather((engine.not_deferred, engine.hooked))
-        for line, names in zip((not_deferred_line, hooked_line), zip(*found, strict=True), strict=True):
+    """Inspect the model before the first sliced step, and log what its slices do instead of micro-batches; collective."""
+    if engine._steps.inspect(engine._runtime, engine.token_pipeline, request, batch) and torch.is_grad_enabled():
+        written = [name for stage in engine._runtime.stages.values() for name in stage.written]
+        found = engine._consensus.gather((engine.not_deferred, engine.hooked, written))
+        lines = not_deferred_line, hooked_line, written_line
+        for line, names in zip(lines, zip(*found, strict=True), strict=True):
             if any(names) and engine.global_rank == 0:
                 emit(line(sorted({name for of_rank in names for name in of_rank})))
 

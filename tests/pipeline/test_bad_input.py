@@ -83,11 +83,6 @@ def bad_data(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-class Pooled(nn.Module):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + hidden.mean(dim=1, keepdim=True)
-
-
 class Raising(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         raise KeyError("first line\nsecond line")
@@ -98,7 +93,6 @@ def model(last: type = Block) -> list[LayerSpec]:
 
 
 MODELS: dict[str, tuple[list[Any], Any, str]] = {
-    "pooling": (model(Pooled), mean_loss, CANT + "the output of layer 4 (Pooled), module 4, differs by"),
     "bug": (model(Raising), mean_loss, CANT + "run on a slice it fails, KeyError: 'first line\\nsecond line'"),
     "other inputs": ([LayerSpec(Raising), *model()], mean_loss, "the data iterator: got inputs that the model fails with, cut"),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),

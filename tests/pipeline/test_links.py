@@ -168,12 +168,9 @@ def cross_four_stages(rank: int, world_size: int) -> dict[str, Any]:
 crossed = launched(cross_four_stages, 4)
 
 
-def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once(crossed):
+def test_every_type_and_shape_crosses_four_stages_in_order_in_one_message_and_shapes_are_told_once(crossed):
     # one for each shape, none the second time (when receives are posted ahead), then new shapes; the last hands nothing on
     assert [rank["told"] for rank in crossed] == [[3, 3, 6]] * 3 + [[0, 0, 0]]
-
-
-def test_a_unit_is_one_message_of_a_boundary_whatever_its_tensors(crossed):
     assert [rank["sent"] for rank in crossed] == [3 * 5 * directions for directions in (1, 2, 2, 1)]
 
 

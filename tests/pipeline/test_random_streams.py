@@ -116,12 +116,9 @@ def test_what_is_dropped_depends_on_no_placement_and_no_order(slices: int, check
     assert Found(seed=None, slices=slices).masks() != Found((0, 1), seed=None, slices=slices).masks(), "without streams"
 
 
-def test_replicas_drop_what_one_pipeline_with_all_micro_batches_drops() -> None:
+def test_replicas_drop_what_one_pipeline_drops_but_layers_micro_batches_slices_steps_and_seeds_differ() -> None:
     two = {**Found(micro_batches=(0, 1)).masks(), **Found(micro_batches=(2, 3)).masks(2)}
     assert Found(micro_batches=(0, 1, 2, 3)).masks() == two
-
-
-def test_layers_micro_batches_slices_steps_and_seeds_differ() -> None:
     masks = [*Found().masks().values(), *Found(step=8).masks().values(), *Found(seed=4).masks().values()]
     assert len(set(masks)) == len(masks) == 3 * LAYERS * 2 * 3
     assert Found().masks() == Found().masks()

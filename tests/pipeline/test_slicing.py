@@ -72,14 +72,11 @@ def test_the_rule_beside_tokens(shape, dtype, cut):
     assert plan_cuts((torch.zeros(shape, dtype=dtype), TOKENS), None, "inputs") == (S, (cut, ROW))
 
 
-def test_a_batch_as_large_as_the_sequence_is_a_batch():
+def test_a_batch_may_be_as_large_as_the_sequence_which_without_whole_numbers_is_that_of_the_floats():
     tokens = torch.zeros(S, S, dtype=LONG)
     assert plan_cuts((tokens,), None, "inputs") == (S, (ROW,))
     assert plan_cuts((tokens, torch.ones(S, S)), None, "labels") == (S, (ROW, ROW))
     assert plan_cuts((tokens, torch.ones(S, 1, S, S, dtype=BOOL)), None, "inputs") == (S, (ROW, MASK))
-
-
-def test_without_whole_numbers_the_sequence_is_that_of_the_floats():
     assert plan_cuts((torch.zeros(B, S),), None, "labels") == (S, (ROW,))
     assert plan_cuts((torch.zeros(B, S), torch.zeros(B, H, 3)), None, "labels") == (S, (ROW, WHOLE))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import random
 import re
+from contextlib import redirect_stdout
 from unittest import mock
 
 import numpy
@@ -16,6 +18,7 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.inspection import first_batch
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
@@ -102,6 +105,7 @@ CHANGED = {
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "random": (with_middle(layer(lambda self, x: x + torch.randn_like(x))), OUTPUT + r".* random numbers or has a state; use"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
+    "in training": (with_middle(layer(lambda self, x: x + x.mean(1, True) * self.training)), OUTPUT + "(, module 3,)? differs"),
     "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
@@ -109,10 +113,12 @@ UNCUT = ("hand-written", "bert")
 WITHOUT_AMOUNT = ("bert", "square mask", "pooling")
 
 
-def said_of(specs, loss, slices=SLICES):
+def said_of(specs, loss, slices=SLICES, evaluates=False):
     """Error of the first step, and whether it left weights, gradients and the count of steps alone."""
     engine = build_engine(specs, loss, token_pipeline=slices)
     before = copy.deepcopy(engine.module.state_dict())
+    if evaluates:
+        engine.eval_batch(iter(STEPS[1]))
     try:
         said = "trained" if math.isfinite(float(engine.train_batch(iter(STEPS[0])))) else "not finite"
     except ConfigError as error:
@@ -147,15 +153,15 @@ LONG = {
 
 
 def worker(rank, world_size):
-    """Of each model: what is said, whether it was left alone; of some uncut too; of long sequences also the longest seen."""
-    cut = {name: said_of(specs, mean_loss) for name, (specs, _) in CHANGED.items()}
-    uncut = [said_of(CHANGED[name][0], mean_loss, {"slices": 1})[0] for name in UNCUT]
+    """Of each model: what is said, whether it was left alone; of long sequences also the longest seen. Some train uncut."""
+    cut = {name: said_of(specs, mean_loss, evaluates=name == "in training") for name, (specs, _) in CHANGED.items()}
+    assert [said_of(CHANGED[name][0], mean_loss, {"slices": 1})[0] for name in UNCUT] == ["trained"] * len(UNCUT)
     long: dict = {}
     with mock.patch.object(first_batch, "LONGEST", 12):
         for name, (kind, most, loss, _) in LONG.items():
             Narrow.most, Narrow.longest = most, 0
             long[name] = said_of(with_middle(kind), loss)[0], Narrow.longest
-    return cut, uncut, long
+    return cut, long
 
 
 ranks = launched(worker, 2, timeout=180)
@@ -163,7 +169,7 @@ ranks = launched(worker, 2, timeout=180)
 
 @pytest.mark.parametrize("name", CHANGED)
 def test_every_rank_names_the_module_and_no_step_is_trained(name, ranks):
-    for cut, _, _ in ranks:
+    for cut, _ in ranks:
         message, untouched = cut[name]
         assert message.startswith("token_pipeline.slices: got a model that can't be cut: "), message
         assert re.search(CHANGED[name][1], message), message
@@ -172,17 +178,13 @@ def test_every_rank_names_the_module_and_no_step_is_trained(name, ranks):
         assert message == ranks[0][0][name][0]
 
 
-def test_one_slice_is_always_fine(ranks):
-    assert [uncut for _, uncut, _ in ranks] == [["trained"] * len(UNCUT)] * 2
-
-
 @pytest.mark.parametrize("name", LONG)
 def test_of_long_sequences_the_beginning_is_looked_at(name, ranks):
-    for _, _, found in ranks:
+    for _, found in ranks:
         said, longest = found[name]
         assert said.startswith(LONG[name][3]), said
         assert longest <= 12 or name.endswith(NO_MEMORY)
-    assert max(found["fits"][1] for _, _, found in ranks) == 12
+    assert max(found["fits"][1] for _, found in ranks) == 12
 
 
 @torch.jit.script
@@ -230,9 +232,30 @@ class CountedLoss:
         return mean_loss(logits, targets) * self.calls
 
 
+# features that are no tokens, and outputs with samples and tokens in one dimension
+Prefixed = type("Prefixed", (Embedding,), {"forward": lambda self, x: Embedding.forward(self, x[:2]) + x[2].mean(1, True)})
+Flat = type("Flat", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden).flatten(0, 1)})
+# samples and features of steps of 24 tokens, and what is said of each
+LATER = [
+    ((1, 7), "None"),
+    ((1, 24), r"token_pipeline\.cut: got none, inputs\[2\] \(float32 \[1, 24, 32\]\) has 24 in dimension 1"),
+    ((2, 7), r"the model: got outputs of shape \[14, 53\] for 7 tokens, must have as many in dimension 0"),
+]
+
+
+def later():
+    specs, flat_loss = with_middle(Block, Prefixed, Flat), lambda outputs, y: mean_loss(outputs.view(*y.shape, -1), y)
+    engine, said = build_engine(specs, flat_loss, token_pipeline=SLICES, stages=1), []
+    for (samples, features), _ in LATER:
+        x, y = micro_batch(0, batch=samples, masked=False)
+        step = [((*x, torch.ones(samples, features, HIDDEN)), y)] * 2
+        said.append(str(error_of(lambda step=step: engine.train_batch(iter(step)))))
+    return said
+
+
 def with_and_without(rank, world_size):
-    """All that the same training leaves behind with, without and again with a look at the model."""
-    left = []
+    """All that the same training leaves behind with, without and again with a look at the model; errors of later steps."""
+    left, out = [], io.StringIO()
     for verify in (True, False, True):
         for seeded in (torch.manual_seed, random.seed, numpy.random.seed):
             seeded(5)
@@ -243,20 +266,26 @@ def with_and_without(rank, world_size):
             stages=1,
             module={"seed_layers": False},  # else every layer starts with its own seed, whatever happened before
         )
-        losses = [float(engine.train_batch(iter(step))) for step in STEPS]
+        with redirect_stdout(out):
+            losses = [float(engine.train_batch(iter(step))) for step in STEPS]
         state = dict(engine.module.state_dict(), torch=torch.get_rng_state())
         modes = {name: module.training for name, module in engine.module.named_modules()}
         numbers = random.random(), float(numpy.random.rand()), losses
         left.append(({name: value.tolist() for name, value in state.items()}, modes, numbers))
         engine.destroy()
-    return left
+    return left, out.getvalue(), later()
 
 
 def test_a_run_with_verify_is_the_run_without_bit_for_bit(verified):
-    first, without, again = verified[0]
+    first, without, again = verified[0][0]
     assert first == without == again  # the second time all scripts have been differentiated and optimised
     state, modes, _ = first
     assert not modes["1.frozen_dropout"] and modes["1.dropout"] and state["1.calls"][0] > 0
+    assert verified[0][1].count("once per slice, not once per micro-batch: 1.calls, 1.replaced, 2.calls, 2.replaced") == 2
+
+
+def test_a_later_step_whose_tensors_follow_the_tokens_otherwise_is_refused(verified):
+    assert all(re.match(message, said) for said, (_, message) in zip(verified[0][2], LATER, strict=True)), verified[0][2]
 
 
 verified = launched(with_and_without, 1)

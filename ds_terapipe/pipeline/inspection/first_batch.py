@@ -112,7 +112,9 @@ class Inspection:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
         try:
-            outputs = verify_stage(stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted)
+            outputs, stage.written = verify_stage(
+                stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted
+            )
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
                 f"{_NO_ROOM}: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "

@@ -216,7 +216,7 @@ def verify_stage(
     dims: SequenceDims,
     spans: Sequence[Span],
     skip: Sequence[nn.Module] = (),
-) -> Any:
+) -> tuple[Any, list[str]]:
     """Run the layers of a stage whole and sliced and compare them.
 
     Args:
@@ -229,12 +229,13 @@ def verify_stage(
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
 
     Returns:
-        The stage's outputs, whole.
+        The stage's outputs, whole, and the names of statistics that are written by every slice.
 
     Raises:
         ConfigError: a module's result changes when its sequence is cut; with its name and the difference.
     """
     recorder = _Recorder(root, skip)
+    written: list[str] = []
     try:
         for index, (layer, (cuts, after)) in enumerate(
             zip(layers.functions, pairwise((*dims.layers, dims.outputs)), strict=True)
@@ -243,15 +244,29 @@ def verify_stage(
             one = _OneLayer(layers.text(layers.first + index), run, recorder)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
-                outputs = one.run_whole(inputs, spans[0].total)
+                outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, layers.first + index)
             batch = _batch_size(as_tuple(inputs), cuts)
             for span in spans:
                 one.compare(part_of(inputs, cuts, span), span, batch)
+            written += _changed(state, _statistics(layer, layers.first + index))
             context.clear()
             inputs = outputs
     finally:
         recorder.close()
-    return inputs
+    return inputs, written
+
+
+def _statistics(layer: Any, number: int) -> dict[str, Tensor]:
+    """Return copies of a layer's statistics by name: its buffers of floating point that a checkpoint has."""
+    kept = [(name, buffer) for owner in modules_of(layer) for name, buffer in owner.named_buffers()]
+    saved = {name for owner in modules_of(layer) for name in owner.state_dict()} if kept else set()
+    return {f"{number}.{name}": b.clone() for name, b in kept if b.is_floating_point() and name in saved}
+
+
+def _changed(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> list[str]:
+    """Return the names of statistics that are others after all slices than after the whole sequence."""
+    alike = [name for name in whole if name in parts and whole[name].shape == parts[name].shape]
+    return [n for n in alike if _difference(whole[n], parts[n], None) > TOLERANCE.get(parts[n].dtype, 0.0)]
 
 
 class _OneLayer:

@@ -98,6 +98,11 @@ def not_deferred_line(names: Iterable[str]) -> str:
     return _line("weight gradients made slice by slice, not once per micro-batch (as exact, but slower)", names)
 
 
+def written_line(names: Iterable[str]) -> str:
+    """Return a log line on statistics of layers that are updated slice by slice; empty without any."""
+    return _line("buffers that layers write are written once per slice, not once per micro-batch", names)
+
+
 def _line(what: str, names: Iterable[str], shown: int = 4) -> str:
     names = list(names)
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
