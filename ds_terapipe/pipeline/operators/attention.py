@@ -150,8 +150,8 @@ def slice_attention(
     batched = dims == 4
     if not batched:
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-    batch = max(t.shape[0] for t in (q, k, v))
-    if any(t.shape[0] != batch for t in (q, k, v)):  # kernels do not broadcast
+    if not q.shape[0] == k.shape[0] == v.shape[0]:  # kernels do not broadcast
+        batch = max(t.shape[0] for t in (q, k, v))
         q, k, v = (t.expand(batch, -1, -1, -1) for t in (q, k, v))
     layout = None if context.documents is None else context.documents.layout(span)
     if layout is not None and mask is not None:
