@@ -29,7 +29,7 @@ STEPS, RATE = 4, 1e-3
 LINES = [{"prompt": a, "completion": b} for a, b in (("to ", "be"), ("n", "o"), ("", "To be"))]
 # text, tokens of a row, sequences of a micro-batch, micro-batches, slices
 CASES: dict[str, tuple[str, int, int, int, int]] = {
-    "long": (SCRIPT.read_text(), 64, 1, 2, 3),
+    "long": ("to be or not to be, that is the question. " * 40, 64, 1, 2, 3),
     "padded": ("not to be", 7, 2, 1, 2),
     "packed": (SCRIPT.read_text()[:200], 16, 2, 1, 3),
 }
