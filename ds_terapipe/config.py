@@ -11,7 +11,7 @@ from . import blocks
 from .blocks import Block, Count, FileName, Gigabytes, Must, Number, Switch, one_of
 from .errors import shown
 from .rules import Rule, at, check, is_given
-from .schedule import SCHEDULES
+from .schedule import choices
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO, INTERLEAVED = "auto", "interleaved"
@@ -109,9 +109,9 @@ class TokenPipelineConfig(Block):
     ] = "auto"
     schedule: Annotated[
         str,
-        BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *SCHEDULES), AUTO)),
-        Field(json_schema_extra={"enum": [AUTO, *SCHEDULES]}),
-        Must(" or ".join(map(shown, (AUTO, *SCHEDULES))), shown(AUTO)),
+        BeforeValidator(lambda value: one_of(f"{TOKEN_PIPELINE}.schedule", value, (AUTO, *choices()), AUTO)),
+        Field(json_schema_extra={"enum": [AUTO, *choices()]}),
+        Must(" or ".join(map(shown, (AUTO, *choices()))), shown(AUTO)),
     ] = "auto"
     stages_per_place: Annotated[Count, Must("a positive number of stages", "e.g. 2")] = 1
     placement: Literal["interleaved", "v"] = "interleaved"

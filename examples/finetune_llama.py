@@ -78,6 +78,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The configuration. A block that the arguments of this script stand for would be ignored, or take their place."""
+    if not path.is_file():
+        raise ConfigError(f"--deepspeed_config: got {path}, must be a file, use a copy of examples/finetune_llama.json")
+    settings: dict[str, Any] = json.loads(path.read_text())
+    for key, arguments in (("optimizer", "--learning-rate"), ("scheduler", "--lr-scheduler-type")):
+        if key in settings:
+            raise ConfigError(f"{key}: got a block in {path}, must be absent beside this script, use {arguments}")
+    return settings
+
+
+def rows_of_step(settings: dict[str, Any], replicas: int) -> int:
+    """Rows of an optimizer step; 1 for sizes that ``hf.pipeline`` or ``deepspeed.initialize`` will refuse."""
+    sizes = [settings.get(name, 1) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
+    sizes = [settings["train_batch_size"]] if "train_batch_size" in settings else [*sizes, replicas]
+    return math.prod(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else 1
+
+
 def load_tokenizer(args: argparse.Namespace) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -225,6 +243,8 @@ def train(engine: Any, args: argparse.Namespace, data: list[Row], held_out: list
         blank = {**held_out[0], "labels": [IGNORED] * len(held_out[0]["labels"])}
         rows = held_out + [blank] * (-len(held_out) % (replicas * size))
         loss = float(engine.eval_batch(micro_batches(rows), num_micro_batches=len(rows) // (replicas * size)))
+        if args.mean_over == "micro_batch":  # those of blank rows alone are 0 in their mean
+            loss *= (len(rows) // size) / math.ceil(len(held_out) / size)
         if first:
             bar.write(f"step {engine.global_steps}: evaluation loss {loss:.6f}, perplexity {math.exp(loss):.2f}")
 
@@ -262,7 +282,7 @@ def main() -> None:
         hf.check_new("--out", args.out)  # before the work
     if args.resume_from_checkpoint and args.checkpoints is None:
         raise ConfigError("--resume-from-checkpoint: got no --checkpoints, must be beside it, use the folder of before")
-    settings = json.loads(Path(args.deepspeed_config).read_text())
+    settings = read_settings(Path(args.deepspeed_config))
     deepspeed.init_distributed()
     world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
     if args.model is None:
@@ -279,11 +299,13 @@ def main() -> None:
     else:
         random.Random(args.seed).shuffle(data)
         share = math.ceil(args.eval_share * len(data)) if len(data) > 1 else 0
+        if not 0 <= share < len(data):
+            rule = "must be 0 or more and leave a row for training"
+            raise ConfigError(f"--eval-share: got {args.eval_share} of {len(data)} rows, {rule}, use e.g. 0.02")
         held_out, data = data[:share], data[share:]
     if args.packing:
         data, held_out = (pack(rows, args.max_seq_length) for rows in (data, held_out))
-    micro_batch = settings.get("train_micro_batch_size_per_gpu", 1) * settings.get("gradient_accumulation_steps", 1)
-    batch = settings.get("train_batch_size", micro_batch * (world // args.stages))
+    batch = rows_of_step(settings, world // args.stages)
     args.max_steps = args.max_steps or math.ceil(args.num_train_epochs * len(data) / batch)
 
     engine = make_engine(args)

@@ -19,7 +19,7 @@ from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.layers import Decoder, Embed, Head, Norm, tied_head
-from ds_terapipe.hf.loss import CausalLMLoss
+from ds_terapipe.hf.loss import NO_STEP, CausalLMLoss
 from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.record import write_record
 from ds_terapipe.hf.source import Source, source_of
@@ -48,6 +48,12 @@ class DecoderPipeline(StagedPipeline):
     ) -> None:
         self.__dict__["source"] = source  # before Module's constructor, and not one of its modules
         super().__init__(_specs(source), layers_per_stage, topology, **arguments)
+
+    def check_without_keys(self) -> None:
+        """Refuse also a mean over a step, before the last stage alone would find that DeepSpeed's own engine has none."""
+        super().check_without_keys()
+        if isinstance(self.loss_fn, CausalLMLoss) and self.loss_fn.mean_over == "step":
+            raise ConfigError(NO_STEP)
 
     def save_state_dict(self, save_dir: Any, checkpoint_engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Override ``PipelineModule.save_state_dict``: also save the model's configuration and its weights' names."""

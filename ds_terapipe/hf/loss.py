@@ -11,6 +11,10 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError
 
 IGNORED = -100
+NO_STEP = (
+    'mean_over: got "step", must be "micro_batch" under DeepSpeed\'s own engine, which does not know the labels of a whole '
+    'step, use "token_pipeline" or mean_over="micro_batch"'
+)
 
 
 class CausalLMLoss:
@@ -47,10 +51,7 @@ class CausalLMLoss:
         if self.mean_over == "micro_batch":
             return _counted(labels).clamp(min=1)
         if self._labels_per_micro_batch is None:
-            raise ConfigError(
-                'mean_over: got "step", must be "micro_batch" under DeepSpeed\'s own engine, which does not know the labels of a '
-                'whole step, use "token_pipeline" or mean_over="micro_batch"'
-            )
+            raise ConfigError(NO_STEP)
         return self._labels_per_micro_batch
 
     def step_weight(self, labels: Sequence[Tensor]) -> Tensor | None:

@@ -22,7 +22,7 @@ from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import even
-from ds_terapipe.schedule import SCHEDULES, Placement, Schedule, names_on
+from ds_terapipe.schedule import Placement, Schedule, choices, names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
@@ -229,7 +229,7 @@ def _too_large(request: Request, timed: Sequence[Candidate]) -> ConfigError:
 
 
 def _check(cost: Cost, request: Request) -> None:
-    if request.schedule not in ("auto", *SCHEDULES):
+    if request.schedule not in ("auto", *choices()):
         known = " or ".join(f'"{name}"' for name in ("auto", *names_on(request.where)))
         raise bad_value("schedule", request.schedule, known, '"auto"')
     if request.seq_length > cost.max_length:

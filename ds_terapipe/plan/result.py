@@ -12,7 +12,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
 from ds_terapipe.plan.files import Fields, read_json, write_json
 from ds_terapipe.plan.placed import placement_dict, placement_from
-from ds_terapipe.schedule import NAMES, SCHEDULES, SEARCHED, Placement, Schedule, check_text, given
+from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, check_text, choices, given
 from ds_terapipe.schedule.placement import row_word
 
 FORMAT = "ds_terapipe plan 1"
@@ -189,7 +189,7 @@ class Plan:
         if uses and len(uses) != places:
             word = "stages" if placement is None else "places"
             raise fields.fail("memory_bytes", f"one block for each of the {places} {word}", "a new plan")
-        micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*SCHEDULES, SEARCHED))
+        micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*choices(), SEARCHED))
         where = Placement.plain(stages) if placement is None else placement
         return cls(
             schedule=schedule,
@@ -258,5 +258,5 @@ def _option(block: Fields, seq_length: int) -> Option:
     if sum(slices) != seq_length:
         raise block.fail("slices", f"lengths that add up to seq_length, {seq_length}", "a new plan")
     return Option(
-        block.one_of("schedule", (*SCHEDULES, SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
+        block.one_of("schedule", (*choices(), SEARCHED)), slices, block.number("predicted_step_s"), block.flag("fits")
     )

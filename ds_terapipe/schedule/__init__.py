@@ -12,7 +12,7 @@ from .actions import ALL, Action, Grid, Group, Op, Unit
 from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel
 from .given import SEARCHED, check_text, given, grid_from, text_of
 from .lower import complete, covered_slices, with_messages, with_weight_gradients
-from .orders import NAMES, SCHEDULES, Schedule, forward_only, names_on, order, peak_live_units, register, schedule_named
+from .orders import NAMES, Schedule, choices, forward_only, names_on, order, peak_live_units, register, schedule_named
 from .orders.registry import held_by
 from .placement import Placement, as_placement
 from .render import grid_text
@@ -26,7 +26,6 @@ __all__ = [
     "EVAL_SENT_KEPT",
     "NAMES",
     "POSTED_AHEAD",
-    "SCHEDULES",
     "SEARCHED",
     "SENT_KEPT",
     "Action",
@@ -43,6 +42,7 @@ __all__ = [
     "Unit",
     "as_placement",
     "check_text",
+    "choices",
     "complete",
     "covered_slices",
     "dependencies",

@@ -29,15 +29,15 @@ STEPS, RATE = 4, 1e-3
 LINES = [{"prompt": a, "completion": b} for a, b in (("to ", "be"), ("n", "o"), ("", "To be"))]
 # text, tokens of a row, sequences of a micro-batch, micro-batches, slices
 CASES: dict[str, tuple[str, int, int, int, int]] = {
-    "long": (SCRIPT.read_text(), 64, 1, 2, 3),
+    "long": ("to be or not to be, that is the question. " * 40, 64, 1, 2, 3),
     "padded": ("not to be", 7, 2, 1, 2),
     "packed": (SCRIPT.read_text()[:200], 16, 2, 1, 3),
 }
-PACKED = ["--packing", "--lora-r", "2", "--learning-rate", "0.01"]
+PACKED, ALONE = ["--packing", "--lora-r", "2", "--learning-rate", "0.01"], ["--stages", "1", "--mean-over", "micro_batch"]
 HALF = f"--checkpoints folder --max-steps {STEPS // 2}".split()
-# runs of each case, with more arguments
+# runs of each case, with more arguments; of two replicas that are each alone, the second evaluates blank rows
 RUNS = {"long": [["--generate", "def "]], "padded": [[]],
-        "packed": [PACKED, PACKED + HALF, [*PACKED, *HALF[:2], "--resume-from-checkpoint"]]}  # fmt: skip
+        "packed": [PACKED + ALONE, PACKED, PACKED + HALF, [*PACKED, *HALF[:2], "--resume-from-checkpoint"]]}  # fmt: skip
 
 
 def folder_of_a_model(folder: Path) -> Any:

@@ -201,6 +201,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LlamaConfig(**SMALL | {"num_hidden_layers": 1}), {}, "layers per stage: got"),
     (LLAMA, {"num_stages": 3}, "num_stages: got 3 for 2 processes"),
     (LLAMA, {"mean_over": "step", "loss": max}, 'mean_over: got "step" beside a loss of your own'),
+    (LLAMA, {"mean_over": "step"}, 'mean_over: got "step", must be "micro_batch" under DeepSpeed'),
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'),
     ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
@@ -215,8 +216,8 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
     said = []
     for given, options, _ in REFUSED:
         try:
-            hf.pipeline(given(rank) if isinstance(given, types.FunctionType) else given, **{"num_stages": 2, **options})
-            said.append("built")
+            made = hf.pipeline(given(rank) if isinstance(given, types.FunctionType) else given, **{"num_stages": 2, **options})
+            said.append(made.check_without_keys() or "built")
         except ConfigError as error:
             said.append(str(error))
     return said

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSche
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_terapipe.config import parse
 from ds_terapipe.schedule import (
     Action,
     Op,
@@ -22,6 +23,7 @@ from ds_terapipe.schedule import (
     covered_slices,
     forward_only,
     hardware_queue,
+    names_on,
     order,
     peak_live_units,
     register,
@@ -206,8 +208,9 @@ def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
         each = [(op, Unit(m, 0)) for m in range(len(slices)) for op in (Op.FORWARD, Op.BACKWARD)]
         return [[Action(op, stage, unit) for op, unit in each] for stage in range(placement.places)]
 
-    made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places))
-    assert schedule_named("one-by-one") is made
+    made = register(Schedule("one-by-one", one_by_one, lambda placement, slices: [1] * placement.places, "mine"))
+    assert schedule_named("one-by-one") is made and names_on(Placement.plain(2)) == ("one-by-one",)
+    assert parse({"token_pipeline": {"slices": 1, "schedule": "one-by-one"}}).schedule == "one-by-one"
     validate(order("one-by-one", 3, [1, 1]), [1, 1], "one-by-one")
     with pytest.raises(ScheduleError, match="stage 0 holds 2 live units, 'one-by-one' holds 1 at most"):
         validate(grid_of("0F0.0 0F1.0 0B0.0 0B1.0"), [1, 1], "one-by-one")

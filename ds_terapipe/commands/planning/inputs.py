@@ -21,7 +21,7 @@ from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load
 from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.plan.stages import even_layers, read_layers
-from ds_terapipe.schedule import SCHEDULES
+from ds_terapipe.schedule import choices
 
 if TYPE_CHECKING:
     from ds_terapipe.config import TokenPipelineConfig
@@ -115,7 +115,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--micro-batches", type=int, metavar="M", help="micro-batches of one replica in a step")
     shape.add_argument("--seq-length", type=int, metavar="L", help=f"tokens of a sequence (default: {SEQ_LENGTH})")
     help_ = "schedule to use (default: auto, the fastest); interleaved has two stages on each place unless costs or keys say more"
-    shape.add_argument("--schedule", choices=(AUTO, *SCHEDULES), help=help_)
+    shape.add_argument("--schedule", choices=(AUTO, *choices()), help=help_)
     shape.add_argument(
         "--granularity", type=int, metavar="TOKENS", help="divisor of the lengths of unequal slices (default: 8)"
     )

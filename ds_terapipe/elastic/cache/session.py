@@ -25,7 +25,6 @@ from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.layer_range import modules_of
-from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.plan.costs.memory import GIGABYTE
 from ds_terapipe.schedule import Placement
@@ -74,7 +73,9 @@ class CacheSession:
         self._flags = f"{layer_dtype(engine)} {engine.torch_autocast_enabled()} {shard}"
         self.run = engine._consensus.decide(lambda: secrets.token_hex(8))
         self._device, self._agree = engine.device, _agreement(engine)
-        self._say = emit if engine.global_rank == 0 else lambda line: None
+        # not `emit`: the last level may end behind the process group, which would be asked for the rank
+        first = engine.global_rank == 0
+        self._say = partial(print, "[Rank 0]", flush=True) if first else lambda line: None
         self._has_failed: Callable[[], bool] = lambda: bool(watchdog.ended)  # an error ended a step
         weakref.finalize(engine, self.close)
 

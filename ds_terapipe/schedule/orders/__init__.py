@@ -20,9 +20,9 @@ __all__ = [
     "INTERLEAVED",
     "NAMES",
     "ONE_FORWARD_ONE_BACKWARD",
-    "SCHEDULES",
     "ZERO_BUBBLE",
     "Schedule",
+    "choices",
     "forward_only",
     "names_on",
     "order",
@@ -35,15 +35,17 @@ for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 
 NAMES = trainable()
-"""Schedules for any placement."""
+"""Schedules of this package for any placement."""
 
-SCHEDULES = (*NAMES, INTERLEAVED.name)
-"""Schedules that a configuration may name."""
+
+def choices() -> tuple[str, ...]:
+    """Return the schedules that a configuration may name, those among them that were registered since the import."""
+    return (*trainable(), INTERLEAVED.name)
 
 
 def names_on(placement: Placement) -> tuple[str, ...]:
-    """Return the schedules to compare on a placement, of equal ones the preferred last: `NAMES`, and ``interleaved`` in turn."""
-    return (INTERLEAVED.name, *NAMES) if rounds.fits(placement) else NAMES
+    """Return the schedules to compare on a placement, of equal ones the preferred last; ``interleaved`` in turn."""
+    return (INTERLEAVED.name, *trainable()) if rounds.fits(placement) else trainable()
 
 
 def order(name: str | Schedule, stages: int | Placement, slices: Sequence[int]) -> list[list[Action]]:
