@@ -30,7 +30,7 @@ HALVE = {"resize": {"policy": "halve"}}
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 FLAT = 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
-CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": ""}}}
+CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
 
 
 def schedule(*pairs: list[int]) -> dict[str, Any]:

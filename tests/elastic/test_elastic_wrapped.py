@@ -122,7 +122,7 @@ def run(case: Case) -> dict[str, Any]:
     del engine._controller.change
     here = engine.basic_optimizer is given is engine.optimizer.optimizer
     found |= {"same": here and are_the_same(objects, objects_of(engine)), "wrapper": type(engine.optimizer).__name__}
-    given.state[given.param_groups[0]["params"][0]]["list"] = [torch.zeros(2)]
+    given.state[given.param_groups[-1]["params"][0]]["list"] = [torch.zeros(2)]
     found["refused"] = str(error_of(lambda: check_changeable(engine)))
     engine.destroy()
     return found
