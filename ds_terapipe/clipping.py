@@ -88,13 +88,19 @@ def global_gradient_norm(parameters: Iterable[Parameter], mpu: Any, device: torc
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for parameter in parameters:
         if parameter.grad is not None and is_counted(parameter, tensor_rank):
-            gradient = parameter.grad.detach()
-            if gradient.is_sparse:
-                gradient = gradient.coalesce().values()  # a row's parts are added first
-            squares += torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).double() ** 2
+            squares += square_sum(parameter.grad)
     if mpu is not None:
         dist.all_reduce(squares, group=mpu.get_model_parallel_group())
     return squares.sqrt()
+
+
+def square_sum(gradient: Tensor) -> Tensor:
+    """Return the sum of a gradient's squares, fp64 on its device; it may be sparse."""
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()  # a row's parts are added first
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=_wide(values)).double()
+    return norm.square()
 
 
 def clip_gradients(parameters: Iterable[Parameter], max_norm: float, mpu: Any, device: torch.device) -> Tensor:

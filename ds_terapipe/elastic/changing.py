@@ -11,7 +11,7 @@ from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
 from ds_terapipe.elastic.moves.groups import level_steps
-from ds_terapipe.elastic.moves.masters import is_wrapped, join, unwrap
+from ds_terapipe.elastic.moves.masters import check_states, is_wrapped, join, unwrap
 from ds_terapipe.elastic.moves.rebuild import rebuild_engine
 from ds_terapipe.elastic.moves.reshape import Reshape
 from ds_terapipe.elastic.moves.shares import Bucket, new_bucket
@@ -24,6 +24,7 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights, split
 from ds_terapipe.pipeline.teardown import shape_groups
+from ds_terapipe.pipeline.trained import check_switches
 from ds_terapipe.process_groups import close_groups
 
 
@@ -47,6 +48,17 @@ class Changed(NamedTuple):
     seconds: float
     freed: int
     sent: int
+
+
+def check_changeable(engine: Any) -> None:
+    """Refuse what a change would take no notice of, or could not keep; this rank alone.
+
+    Raises:
+        ConfigError: ``requires_grad`` was changed without effect, or a state cannot be divided.
+    """
+    check_switches(engine)
+    if is_wrapped(engine.optimizer):
+        check_states(engine.optimizer)
 
 
 class Mover:

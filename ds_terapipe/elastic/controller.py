@@ -15,14 +15,13 @@ from typing import Any
 import torch
 
 from ds_terapipe.elastic.cache.session import CacheSession
-from ds_terapipe.elastic.cache.stage import CachedStage
-from ds_terapipe.elastic.changing import Change, Mover
+from ds_terapipe.elastic.changing import Change, Mover, check_changeable
 from ds_terapipe.elastic.checkpoints import ElasticCheckpointer
 from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
 from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.reshape import check_movable
-from ds_terapipe.elastic.optimizer import check_steps, same_groups
+from ds_terapipe.elastic.optimizer import check_kept, check_steps, same_groups
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
 from ds_terapipe.elastic.report import ChangeReport
@@ -76,6 +75,7 @@ class ElasticController(Controller):
     def check_optimizer(self, engine: Any) -> None:
         """Refuse an optimizer that layers cannot leave and enter."""
         check_steps(self.settings.freeze, engine.basic_optimizer)
+        self.settings = check_kept(self.settings, engine)
 
     def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves and loads checkpoints of any shape."""
@@ -151,6 +151,7 @@ class ElasticController(Controller):
     def change(self, engine: Any, change: Change, *, step: int | None) -> None:
         """Apply a change and report it; collective. ``step``: before which this is; None: before a checkpoint is read."""
         consensus, before, held = engine._consensus, engine.shape, state_bytes(engine, engine._consensus)
+        consensus.agree(error_of(lambda: check_changeable(engine)))
         changed = self.mover.apply(engine, change, step is not None and engine._trace.wants(step + 1))
         freed, sent = (int(sum(consensus.collect(float(each)))) for each in (changed.freed, changed.sent))
         fullest = held, state_bytes(engine, consensus)
@@ -195,11 +196,11 @@ class ElasticController(Controller):
         return items
 
     def enter_training(self, engine: Any) -> None:
-        """Put layers into training mode, frozen and cached ones into evaluation mode."""
+        """Put layers into training mode, frozen ones into evaluation mode; with a cache also those that the user has frozen."""
         super().enter_training(engine)
-        first = engine._runtime.stages.get(0)
-        cached = len(first.layers.functions) if isinstance(first, CachedStage) else 0  # outputs are those of all epochs
-        self.freezing.enter_evaluation(engine.module, max(self.freezing.frozen, cached))
+        # on every stage alike: which of them the first one has, and keeps for all epochs, depends on the shape
+        kept = self.untrained if self.settings.cache.enabled else 0
+        self.freezing.enter_evaluation(engine.module, max(self.freezing.frozen, kept))
 
     @property
     def times_layers(self) -> bool:

@@ -13,12 +13,14 @@ from torch.utils.data import default_collate
 from ds_terapipe.elastic.policies.resize import Shape, shape_of
 from ds_terapipe.elastic.redistribute import Ranks, redistributed
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
-from ds_terapipe.elastic.settings import DataSettings
+from ds_terapipe.elastic.settings import ELASTIC_PIPELINE, DataSettings
 from ds_terapipe.errors import bad_value
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch, set_batch
 from ds_terapipe.optim.schedules.phases import micro_batch_sizes
 
 logger = logging.getLogger(__name__)
+
+_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 
 
 class ElasticData:
@@ -41,7 +43,16 @@ class ElasticData:
         self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps
 
     def build_loader(self, engine: Any, dataset: Any) -> None:
-        """Make the engine's loader, which goes on in another shape where it was."""
+        """Make the engine's loader, which goes on in another shape where it was.
+
+        Raises:
+            ConfigError: DeepSpeed's curriculum, which would choose the samples.
+        """
+        if engine.curriculum_learning_enabled():
+            must = (
+                f"false beside {ELASTIC_PIPELINE} and training_data ({self._settings.PATH} gives the order of samples)"
+            )
+            raise bad_value(_CURRICULUM, True, must, "false, or a loader of your own")
         sampler = ElasticBatchSampler(
             len(dataset), engine.train_batch_size(), micro_batch=engine.micro_batch_size, replicas=engine.dp_world_size,
             replica=engine.grid.get_data_parallel_rank(), shuffle=self._settings.shuffle, seed=self._settings.seed,
@@ -163,17 +174,16 @@ class ElasticData:
         return self._epochs_at.get(step, of_batches)
 
     def state(self) -> dict[str, Any] | None:
-        """Return the begin of the epoch and the completed epochs, for a checkpoint."""
+        """Return the begin of the epoch, its samples and the completed epochs, for a checkpoint."""
         if self.loader is None:
             return None
-        order = self.loader.sampler.order
-        return {"begin": order.begin, "epoch": order.epoch, "epochs_at": list(self._epochs_at.items())}
+        order, epochs_at = self.loader.sampler.order, list(self._epochs_at.items())
+        return {"begin": order.begin, "epoch": order.epoch, "samples": order.samples, "epochs_at": epochs_at}
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state of a checkpoint; a dataset of another length begins an epoch."""
         if self.loader is not None and state is not None:
-            order = self.loader.sampler.order
-            order.begin, order.epoch = state["begin"], state["epoch"]
+            self.loader.sampler.resume(state["begin"], state["epoch"], state.get("samples"))
             self._epochs_at = {int(step): int(epochs) for step, epochs in state["epochs_at"]}
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from ds_terapipe.elastic.moves.groups import in_order
-from ds_terapipe.elastic.moves.masters import fill, taking_no_step
+from ds_terapipe.elastic.moves.masters import fill, is_wrapped, taking_no_step
 from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings
@@ -33,6 +33,25 @@ def check_steps(freeze: FreezeSettings, optimizer: Any) -> None:
         must = "absent beside DeepSpeed's FusedAdam (which has one step count for a group, where returning layers begin at 0)"
         use = '[], or "torch_adam": true in optimizer.params'
         raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
+
+
+def check_kept(settings: ElasticPipelineConfig, engine: Any) -> ElasticPipelineConfig:
+    """Refuse an optimizer in whose place DeepSpeed's wrapper has put another: ZeRO makes an Adagrad of its own.
+
+    Returns:
+        The settings, without moves if nothing asked for them.
+
+    Raises:
+        ConfigError: layers are to freeze or move.
+    """
+    wrapper, optimizer = engine.optimizer, engine.basic_optimizer
+    if not is_wrapped(wrapper) or wrapper.optimizer is optimizer:
+        return settings
+    name, why = type(optimizer).__name__, "DeepSpeed steps another one, of one group, beside zero_optimization"
+    if settings.has_to_move or settings.freeze.policy != "static":
+        must = f"one that layers can leave ({why})"
+        raise bad_value("optimizer.type", name, must, 'e.g. "AdamW", or zero_optimization.stage 0')
+    return settings.staying(f"optimizer.type is {name} ({why})") if settings.moves else settings
 
 
 def same_groups(engine: Any, optimizer: Any, settings: ElasticPipelineConfig) -> ElasticPipelineConfig:

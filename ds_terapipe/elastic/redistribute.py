@@ -6,7 +6,9 @@ They send the samples to the ranks that need them now. The samples of a step, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import check_item
 
 _ROLES = ("inputs", "labels")
+_PLAIN = (str, bytes, numbers.Number)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,11 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
     for item in micro_batches:
         check_item(item)
         for value in item[:2] if size is not None else ():
+            for other in _others(value):
+                raise ConfigError(
+                    f"the data iterator: got a {type(other).__name__} in a micro-batch, must be tensors, texts and numbers, in "
+                    "lists, tuples or dicts where a reshape divides it, use a dict"
+                )
             if (got := samples_of(value)) not in (0, size):
                 raise ConfigError(
                     f"the data iterator: got a micro-batch of {got} samples, must be of {size} where a reshape divides it, use "
@@ -174,19 +182,47 @@ class _OfAll(NamedTuple):
     leaf: Any
 
 
-def _is_texts(value: Any) -> bool:
-    """Whether a value is texts, of which a collated micro-batch has one for each sample."""
-    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+def _is_list(value: Any) -> bool:
+    """Whether a value is texts or numbers, of which a collated micro-batch has one for each sample."""
+    several = isinstance(value, (list, tuple)) and len(value) > 0 and not hasattr(value, "_fields")
+    return several and all(isinstance(each, _PLAIN) or _is_number(each) for each in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    return tuple(value.values()) if isinstance(value, Mapping) else value
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Yield what is neither a tensor, text or number nor a list, tuple or dict, and so cannot be divided."""
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in _entries(value):
+            yield from _others(each)
+    elif not isinstance(value, (Tensor, type(None), *_PLAIN)):
+        yield value
+
+
+def _with(value: Any, items: Iterable[Any]) -> Any:
+    """Return a list, tuple or dict of the same type with other items."""
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            copied[key] = item
+        return copied
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
 def _joined(rows: Sequence[Any]) -> Any:
     of_all = next((row for row in rows if isinstance(row, _OfAll)), None)
     if of_all is not None:
         return of_all.leaf
-    if _is_texts(rows[0]):
-        return [text for row in rows for text in row]
+    if _is_list(rows[0]):
+        return _with(rows[0], (each for row in rows for each in row))
     if isinstance(rows[0], Mapping):
-        return {key: _joined([row[key] for row in rows]) for key in rows[0]}
+        return _with(rows[0], (_joined([row[key] for row in rows]) for key in rows[0]))
     if isinstance(rows[0], Tensor):
         if any(row.shape[1:] != rows[0].shape[1:] for row in rows):
             shape = list(rows[0].shape[1:])
@@ -196,7 +232,7 @@ def _joined(rows: Sequence[Any]) -> Any:
             )
         return torch.cat(list(rows)) if len(rows) > 1 else rows[0]
     if isinstance(rows[0], (tuple, list)):
-        return tuple(_joined(column) for column in zip(*rows, strict=True))
+        return _with(rows[0], (_joined(column) for column in zip(*rows, strict=True)))
     return rows[0]
 
 
@@ -204,30 +240,30 @@ def samples_of(value: Any) -> int:
     """Return the number of samples: the size of the first tensor's first dimension, 0 without one."""
     if isinstance(value, Tensor):
         return int(value.shape[0]) if value.dim() else 0
-    items = value.values() if isinstance(value, Mapping) else value
+    items = _entries(value) if isinstance(value, (Mapping, tuple, list)) else ()
     return next((samples_of(item) for item in items if isinstance(item, (Tensor, tuple, list, Mapping))), 0)
 
 
 def has_samples(leaf: Any, samples: int) -> bool:
-    """Whether the first dimension of a tensor, or a list of texts, counts samples; a mask for all samples is sent whole."""
+    """Whether the first dimension of a tensor, or a list, counts samples; a mask for all samples is sent whole."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == samples
     return len(leaf) == samples
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to each tensor, and to each list of texts."""
-    if isinstance(value, Tensor) or _is_texts(value):
+    """Apply a function to each tensor, and to each list of texts or numbers."""
+    if isinstance(value, Tensor) or _is_list(value):
         return function(value)
     if isinstance(value, _OfAll):
         return _OfAll(_map(value.leaf, function))
-    if isinstance(value, Mapping):
-        return {key: _map(item, function) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return tuple(_map(item, function) for item in value)
+    if isinstance(value, (Mapping, tuple, list)):
+        return _with(value, (_map(item, function) for item in _entries(value)))
     return value
 
 
 def _on_host(leaf: Any) -> Any:
     """Copy a tensor to the host, without the rest of the storage."""
+    if isinstance(leaf, (list, tuple)):
+        return _with(leaf, map(_on_host, leaf))
     return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf

@@ -131,6 +131,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.micro_batch, self.replicas, self.replica, self.consumed = micro_batch, replicas, replica, consumed
         self._shape = object()
 
+    def resume(self, begin: int, epoch: int, samples: int | None = None) -> None:
+        """Continue in an epoch that began at a position, of a dataset of ``samples``: if it has others now, in the next one."""
+        now = self.order.samples
+        self.order = SampleOrder(samples or now, self.order.shuffle, self.order.seed, begin, epoch)
+        if self.order.samples != now:
+            self.order = self.order.resized(now, self.consumed)
+
     def __iter__(self) -> Iterator[list[int]]:
         shape, step = self._shape, self.consumed
         share = self.batch // self.replicas

@@ -26,12 +26,18 @@ def check_trains(engine: Any) -> None:
 
 
 def check_optimizer(engine: Any) -> None:
-    """Refuse a missing optimizer, and a change of ``requires_grad`` since the runtime was built; this rank alone."""
+    """Refuse a missing optimizer, and a change of ``requires_grad`` without effect; this rank alone."""
     if engine.optimizer is None:
         raise ConfigError(
             "optimizer: got none on a rank that trains, must be one on every rank, also where a stage has nothing to "
             "train, use torch.optim.AdamW(model.parameters()) or an optimizer in the configuration"
         )
+    check_switches(engine)
+
+
+def check_switches(engine: Any) -> None:
+    """Refuse a change of ``requires_grad`` since the runtime was built that would have no effect; this rank alone."""
     forward = (stage for stage in engine._runtime.stages.values() if not stage.trains)
     layers = (layer for stage in forward for layer in stage.layers.modules)
-    refuse_switched(engine._switches, engine.basic_optimizer, engine.optimizer, layers)
+    if engine.basic_optimizer is not None:
+        refuse_switched(engine._switches, engine.basic_optimizer, engine.optimizer, layers)

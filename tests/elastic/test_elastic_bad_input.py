@@ -30,7 +30,7 @@ HALVE = {"resize": {"policy": "halve"}}
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 FLAT = 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
-OTHERS = "elastic_pipeline: got other settings on rank 1 than on rank 0", "use one file"
+CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
 
 
 def schedule(*pairs: list[int]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ CONFIGS: dict[str, tuple[Any, ...]] = {
              'use e.g. "cache/"'),
     "no folder": ({"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
                   "must be a file that can be written (Not a directory), use e.g. history.jsonl"),
-    "ranks differ": ((schedule([1, 1]), schedule([1, 2])), *OTHERS),
+    "ranks differ": ((schedule([1, 1]), schedule([1, 2])), "got other settings on rank 1 than on rank 0", "use one file"),
 }  # fmt: skip
 BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
@@ -60,6 +60,8 @@ MODELS = {
     "answers differ": ('freeze.policy: got 1 entries to freeze on rank 1 and 0 on rank 0 from "mine", must be the same on all',),
     "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
+    "replaced": ('optimizer.type: got "Adagrad", must be one that layers can leave', 'use e.g. "AdamW", or zero_optimization'),
+    "curriculum": ("data_sampling.curriculum_learning.enabled: got true, must be false beside elastic_pipeline", "use "),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
 
@@ -76,11 +78,9 @@ def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, Any
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {name: refused(config={**keys, "elastic_pipeline": block}) for name, (keys, block, _) in BESIDES.items()}
     for name, (block, *_) in CONFIGS.items():
         found[name] = refused(config={"elastic_pipeline": block[rank] if isinstance(block, tuple) else block})
-    for name, (keys, block, _) in BESIDES.items():
-        found[name] = refused(config={**keys, "elastic_pipeline": block})
     back = {"freeze": {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}}
     for name, answer in {"one rank fails": (0, 0.5), "answers differ": (0, 1)}.items():
         mine = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen, answer=answer: answer[rank]})
@@ -89,6 +89,8 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return {
         **found,
         "batch": refused(ODD),
+        "replaced": refused(optimizer={"type": "Adagrad"}, config={"elastic_pipeline": HALVE, "zero_optimization": {"stage": 1}}),
+        "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved
@@ -150,13 +152,9 @@ BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSett
 KEYS = [(block, key) for block, kind in BLOCKS.items() for key in kind.model_fields]
 
 
-def parsed(**block: Any) -> Any:
-    return parse({"train_batch_size": 1, "elastic_pipeline": block})
-
-
 def mistake_in(**block: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        parsed(**block)
+        parse({"elastic_pipeline": block})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -223,7 +221,7 @@ def test_the_block_itself() -> None:
 
 def test_a_registered_policy_says_what_it_reads() -> None:
     with registered("mine", type("Mine", (FreezePolicy,), {"reads": ("alpha",)})):
-        assert parsed(freeze={"policy": "mine", "alpha": 0.4}).freeze.alpha == 0.4
+        assert parse({"elastic_pipeline": {"freeze": {"policy": "mine", "alpha": 0.4}}}).freeze.alpha == 0.4
         said = mistake_in(freeze={"policy": "mine", "frozen_layers": [[1, 1]]})
         assert '"policy": "mine", which does not read it' in said
     assert '"static"' in mistake_in(freeze={"policy": "mine"})
@@ -233,6 +231,6 @@ def test_a_registered_policy_says_what_it_reads() -> None:
 def test_any_json_is_accepted_or_one_line(where: tuple[str, str], value: Any) -> None:
     block, key = where
     try:
-        assert isinstance(getattr(parsed(**{block: {key: value}}), block), BLOCKS[block])
+        assert isinstance(getattr(parse({"elastic_pipeline": {block: {key: value}}}), block), BLOCKS[block])
     except ConfigError as error:
         assert re.match(rf"elastic_pipeline\.{block}\.\w+: (got |missing)", str(error)) and "\n" not in str(error)

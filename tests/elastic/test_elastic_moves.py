@@ -121,10 +121,12 @@ def test_every_replica_gets_its_samples_from_any_readers(readers, replicas, each
 
 
 def test_what_belongs_to_all_samples_is_handed_on_whole() -> None:
-    """Masks of one row, numbers and tuples beside what has a row for each sample, texts in a dict among these."""
-    mask = torch.ones(5, 5)
-    value = (torch.arange(4), (mask, "text"), {"texts": list("abcd"), "names": ["x"], "rows": torch.arange(4)})
+    """Masks of one row, numbers and tuples beside what has a row or a number for each sample, texts in a dict among these."""
+    mask, fields = torch.ones(5, 5), redistribute.Parcel(1, 2, 3, 4)
+    of_each = redistribute.Parcel((1, 2, 3, 4), [*torch.arange(4)], fields, (5, None))
+    value = (torch.arange(4), (mask, "text"), {"texts": list("abcd"), "names": ["x"], "rows": torch.arange(4)}, of_each)
     first, second = redistribute._regrouped(redistribute._rows(value, 4), 2)
+    assert second[3] == redistribute.Parcel((3, 4), [*torch.arange(2, 4)], fields, (5, None)) and second[3]._fields
     assert (first[0].tolist(), second[0].tolist(), second[1][0] is mask) == ([0, 1], [2, 3], True)
     assert [*second[2].values()][:2] == [["c", "d"], ["x"]] and second[2]["rows"].tolist() == [2, 3]
 
@@ -133,8 +135,10 @@ def test_micro_batches_that_cannot_be_divided_are_refused() -> None:
     whole, last = ((torch.zeros(2, 3), torch.zeros(5, 5)), torch.zeros(2)), (torch.zeros(1, 3), torch.zeros(1))
     redistribute._check([whole, whole], 2)
     redistribute._check([whole, last], None)
-    with pytest.raises(ConfigError, match="got a micro-batch of 1 samples, must be of 2 where a reshape divides it, use "):
-        redistribute._check([whole, last], 2)
+    others = (last, "micro-batch of 1 samples, must be of 2"), ((whole[0], {"of": [object()]}), "object in a micro-batch, must ")
+    for wrong, said in others:
+        with pytest.raises(ConfigError, match=f"got a {said}.* where a reshape divides it, use "):
+            redistribute._check([whole, wrong], 2)
 
 
 def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:

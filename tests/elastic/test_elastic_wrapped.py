@@ -13,7 +13,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
+from ds_terapipe.elastic.changing import check_changeable
 from ds_terapipe.elastic.moves import shares
+from ds_terapipe.job import error_of
 from tests.elastic.training import LAMB, MODELS, Case, are_the_same, data_of, engine_of, objects_of, prefixes
 from tests.spawn import launched
 
@@ -118,10 +120,10 @@ def run(case: Case) -> dict[str, Any]:
             trained = [name for name, p in engine.module.named_parameters() if p.requires_grad]
             found["told"].append(sorted(each.name for each in engine.basic_optimizer.statistics()) == sorted(trained))
     del engine._controller.change
-    found["same"] = (
-        are_the_same(objects, objects_of(engine)) and engine.basic_optimizer is given and engine.optimizer.optimizer is given
-    )
-    found["wrapper"] = type(engine.optimizer).__name__
+    here = engine.basic_optimizer is given is engine.optimizer.optimizer
+    found |= {"same": here and are_the_same(objects, objects_of(engine)), "wrapper": type(engine.optimizer).__name__}
+    given.state[given.param_groups[-1]["params"][0]]["list"] = [torch.zeros(2)]
+    found["refused"] = str(error_of(lambda: check_changeable(engine)))
     engine.destroy()
     return found
 
@@ -156,6 +158,7 @@ def test_masters_and_moments_are_the_same_bits_behind_a_change(ranks: Any, name:
         assert {key for change in changes for key in change[1]} == {key for key in before if not key.startswith(frozen)}
         for key, tensors in [pair for change in changes for pair in change[1].items()]:
             assert all(map(torch.equal, tensors, before[key])), (step, key)
+    assert any("got state list of" in rank[name]["refused"] for rank in ranks) is (wrapper != "FP16_UnfusedOptimizer")
     assert any(tensors[1].any() for rank in ranks for tensors in rank[name]["changes"][-1][1].values())
     if "fp16" in name:  # overflows before and behind a change
         first, skipped = case.transitions[0], ranks[0][name]["skipped"]

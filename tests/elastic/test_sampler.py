@@ -94,7 +94,10 @@ def test_another_batch_goes_on_behind_the_last_sample_and_another_length_begins_
     assert sorted(first + taken(iter(sampler), 2)) == list(range(10))
     # 16 samples from position 14 on, in the middle of the second epoch, of another length
     sampler.reshape(2, 1, 0, 14, batch=4, samples=16)
-    assert sorted(taken(iter(sampler), 8)) == list(range(16))
+    resumed = ElasticBatchSampler(16, 4, micro_batch=2, shuffle=True, consumed=14)
+    resumed.resume(0, 0, 10)
+    for each in (sampler, resumed):
+        assert sorted(taken(iter(each), 8)) == list(range(16)) and each.order.epochs_before(14) == 2
 
 
 def test_an_iterator_of_the_shape_before_refuses_to_go_on() -> None:
@@ -108,9 +111,8 @@ def test_an_iterator_of_the_shape_before_refuses_to_go_on() -> None:
 
 
 def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing() -> None:
-    message = "train_batch_size: got 12, must be a multiple of 1 replicas x micro-batch 5"
     sampler = ElasticBatchSampler(100, BATCH, micro_batch=2)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="train_batch_size: got 12, must be a multiple of 1 replicas x micro-batch 5"):
         sampler.reshape(5, 1, 0, 0)
     assert next(iter(sampler)) == [0, 1] and sampler.batch == BATCH
 

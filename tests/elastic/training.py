@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable
     "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
     # the layer behind the frozen ones writes into what these put out
     "writing": (layers(FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head), mean_loss, _texts),
+    "mostly frozen": (layers(FrozenEmbedding, *[FrozenBlock] * 3, Block, Head), mean_loss, _texts),
     "texts": (gpt, mean_loss, _texts),
     "tied texts": (tied_gpt, mean_loss, _texts),
 }

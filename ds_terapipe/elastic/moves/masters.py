@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.deepspeed_state import Fragment, fragments, unlink
 from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
 from ds_terapipe.elastic.moves.transfer import described
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.parameter_groups import tell
 
 MASTER = "ds_terapipe_master"
@@ -32,6 +35,23 @@ _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_
 def is_wrapped(optimizer: Any) -> bool:
     """Whether the optimizer is one of these wrappers."""
     return isinstance(optimizer, DeepSpeedOptimizer)
+
+
+def check_states(wrapper: Any) -> None:
+    """Refuse states of a wrapped optimizer that cannot be divided among the parameters in a flat master; local.
+
+    Raises:
+        ConfigError: naming the state.
+    """
+    for place in chain.from_iterable(map(_by_master, fragments(wrapper))):
+        state = {} if place.master.shape == place.parameter.shape else wrapper.optimizer.state.get(place.master, {})
+        for key, value in state.items():
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+            if tensors and not _is_like(key, value, place.master):
+                raise ConfigError(
+                    f"optimizer: got state {key} of {type(wrapper.optimizer).__name__}, must be a tensor like its parameters "
+                    "where layers freeze or move beside bf16, fp16 or ZeRO, use fp32 without ZeRO, or another optimizer"
+                )
 
 
 def unwrap(wrapper: Any, module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from ds_terapipe.clipping import square_sum
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.parameter_marks import is_counted
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -40,7 +41,7 @@ class GradientNorms:
         for row, layer in enumerate(layers.values()):
             for parameter in layer.parameters():
                 if parameter.grad is not None and parameter.requires_grad and is_counted(parameter, tensor_rank):
-                    table[row, 0] += torch.linalg.vector_norm(parameter.grad.detach()).double() ** 2
+                    table[row, 0] += square_sum(parameter.grad)
                     table[row, 1] += parameter.numel()
         if grid.model_parallel_size > 1:
             torch.distributed.all_reduce(table, group=grid.slice_proc_group)
