@@ -113,7 +113,7 @@ class CacheSession:
             )
         tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
         # an assignment to `.data` leaves the version as it is
-        known = tuple((tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors)
+        known = len(layers), *((tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors)  # some have none
         if known != self._known:  # other layers, or their weights were modified
             self._known = known
             self.levels = [count for count in self.levels if count < len(layers)]
