@@ -20,12 +20,11 @@ from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
-from ds_terapipe.schedule import NAMES, Action, Op, Placement, Unit, validate
+from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.plan.costs import ExampleCost, compositions
 from tests.schedule import strategies
 from tests.schedule.strategies import SCHEDULES
 
-PASSES = Op.FORWARD, Op.BACKWARD, Op.WEIGHT_GRADIENTS
 lengths_of_slices = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 
@@ -99,13 +98,6 @@ def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, l
 def test_a_search_has_weight_gradients_where_a_step_has(lengths, once, apart):
     times = StepTimes(ExampleCost([1.0] * 4), 4, 2, once, Placement.v(2))
     assert improve._problem(times, Request(16, 4, 2), "1f1b", lengths).apart == apart
-
-
-@pytest.mark.parametrize(("lengths", "held"), [([8, 4, 2], 14 * (1 + 20)), ([14], 14)])
-def test_what_a_step_holds_for_a_search_is_gone_at_its_end(lengths, held):
-    takes = improve._takes(MemoryModel((StageMemory(1.0, 20.0, 300.0, 0.5),)), lengths)
-    forward, *others = ([takes(Action(op, 0, Unit(0, i))) for i in range(len(lengths))] for op in PASSES)
-    assert sum(forward) == held and sum(forward) + sum(map(sum, others)) == 0
 
 
 @pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [

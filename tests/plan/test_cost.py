@@ -86,7 +86,8 @@ BROKEN = [
     (lambda d: d.update(layers={"stages": [[1.0], [-1.0]], "ends": [0, 0]}), "layers.stages"),
     # the last stage has no layer but the end
     (lambda d: d.update(layers={"stages": [[1.0, 1.0], [1.0]], "ends": [0, 1]}), "layers.ends: "),
-    (lambda d: d.update(layers={"stages": [[1.0, 1.0]], "ends": [1, 1]}, stages=d["stages"][:1], messages=[], memory=None), "layers.ends: "),
+    (lambda d: d.update(layers={"stages": [[1.0, 1.0]], "ends": [1, 1]}, stages=d["stages"][:1], messages=[], memory=None),
+     "layers.ends: "),
     (lambda d: d["memory"]["stages"][0].pop("sent") and None, r"memory.stages\[0\].sent: missing, must be a number"),
 ]  # fmt: skip
 
