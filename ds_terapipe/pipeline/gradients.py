@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from ds_terapipe.deepspeed_state import add_to_sums
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
+from ds_terapipe.pipeline.operators.gradient_sums import GradientSums, summed
 
 
 class DeepSpeedGradients:
@@ -35,7 +35,7 @@ class DeepSpeedGradients:
         self._sums = GradientSums()
         inside = {p for layer in ModelChunks(engine.module).layers.values() for p in layer.parameters()}
         # e.g. weights of the loss, which are summed with those of any stage
-        self._outside = [parameter for parameter in engine.module.parameters() if parameter not in inside]
+        self._outside = summed(parameter for parameter in engine.module.parameters() if parameter not in inside)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Scale a loss for gradient accumulation and mixed precision, as ``DeepSpeedEngine.backward`` (0.19.8)."""
@@ -52,7 +52,10 @@ class DeepSpeedGradients:
 
     @contextmanager
     def around(self, parameters: Iterable[Parameter], first: bool = True, last: bool = True) -> Iterator[None]:
-        """Context manager around a backward pass of a stage with these parameters; ``first``, ``last``: of its micro-batch."""
+        """Context manager around a backward pass of a stage; ``first``, ``last``: of its micro-batch.
+
+        ``parameters``: those of the stage that are `summed`.
+        """
         # DeepSpeed's hooks on gradients look at this flag; its optimisers gather 16-bit gradients per micro-batch
         engine, optimizer = self._engine, self._engine.optimizer
         engine._running_engine_backward = True

@@ -20,6 +20,7 @@ from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import Layer, LayerRange
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.operators.context import SliceContext
+from ds_terapipe.pipeline.operators.gradient_sums import summed
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.recording.accounting import StepMemory
@@ -86,8 +87,8 @@ class Stage:
         self._memory = memory if memory is not None else StepMemory()
         self.layers.keeping = self._memory.checkpointed
         self._batch = StepBatch()
-        # trained ones, in the present step: a walk over all modules is long beside an action
-        self._parameters: list[nn.Parameter] = []
+        # parameters whose gradients are summed, in the present step: a walk over all modules is long beside an action
+        self._summed: list[nn.Parameter] = []
         self._inputs: dict[Unit, Any] = {}
         self._outputs: dict[Unit, Any] = {}
         # micro-batches with some of their weight gradients made, and how many groups of layers have all
@@ -106,7 +107,7 @@ class Stage:
         """Begin a step. ``losses``: only on the last stage; ``weights_apart``: weight gradients are separate
         actions."""
         self._batch, self.losses = batch, losses
-        self._parameters = [p for module in self.layers.modules for p in module.parameters() if p.requires_grad]
+        self._summed = summed(p for module in self.layers.modules for p in module.parameters())
         self.context.documents_of = batch.documents
         self.context.weight_gradients = self.weight_gradients if weights_apart else None
 
@@ -152,7 +153,7 @@ class Stage:
         Returns the gradients of those inputs that required one; an unused input has a zero gradient.
         """
         first, last = self._batch.is_last_slice(unit), unit.slice == 0  # slices go backward in descending order
-        with self._gradients.around(self._parameters, first, last):
+        with self._gradients.around(self._summed, first, last):
             if self.losses is not None:
                 self.losses.backward_whole(unit, self._gradients.scale)
             with self.context.backward(unit, self._batch.span(unit)):
@@ -161,7 +162,7 @@ class Stage:
                 else:
                     outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
                     torch.autograd.backward(outputs, gradients)
-        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._parameters))
+        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._summed))
         if last:
             self.context.release(unit.micro_batch)
         inputs = [t for t in as_tuple(self._inputs.pop(unit)) if t.requires_grad]
@@ -176,7 +177,7 @@ class Stage:
             self._making[micro_batch] = made
         of = None if group == ALL else (lambda weight: self.layers.layer_of(weight) in layers)
         made_here = self._memory.weight_gradients(self.number, self.weight_gradients)
-        with self._gradients.around(self._parameters, first, last), made_here:
+        with self._gradients.around(self._summed, first, last), made_here:
             self.weight_gradients.make(micro_batch, first_slice, of)
 
     @property
@@ -194,4 +195,4 @@ class Stage:
         self.weight_gradients.clear()
         self.context.clear()
         self.context.weight_gradients, self.context.documents_of = None, {}
-        self._batch, self.losses, self._parameters = StepBatch(), None, []  # inputs and labels are no longer needed
+        self._batch, self.losses, self._summed = StepBatch(), None, []  # inputs and labels are no longer needed

@@ -17,6 +17,11 @@ from torch.nn import Parameter
 _NARROW = (torch.bfloat16, torch.float16)
 
 
+def summed(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Return the parameters of 16 bits, whose gradients are summed here."""
+    return [parameter for parameter in parameters if parameter.dtype in _NARROW]
+
+
 class GradientSums:
     """Sums of the slices since the last end of a micro-batch; only parameters of 16 bits have them."""
 
@@ -24,11 +29,11 @@ class GradientSums:
         self._sums: dict[Parameter, Tensor] = {}
 
     def put_aside(self, parameters: Iterable[Parameter]) -> None:
-        """Move a slice's gradients of its stage's parameters from ``grad`` into the sums."""
+        """Move a slice's gradients of `summed` parameters from ``grad`` into the sums."""
         sums, gradients = [], []
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or parameter.dtype not in _NARROW:
+            if gradient is None:
                 continue
             parameter.grad, known = None, self._sums.get(parameter)
             if known is None:
@@ -40,7 +45,7 @@ class GradientSums:
             torch._foreach_add_(sums, gradients)
 
     def give_back(self, parameters: Iterable[Parameter]) -> None:
-        """Move the sums of a stage's parameters to ``grad``, rounded to the parameter's type; others stay unrounded."""
+        """Move the sums of `summed` parameters to ``grad``, rounded to the parameter's type; others stay unrounded."""
         parameters = list(parameters)
         self.put_aside(parameters)
         for parameter in parameters:  # one by one: no sum beside its rounded copy, but for one
