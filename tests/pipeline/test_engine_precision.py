@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.clipping import clip_gradients
-from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 from tests.pipeline.models import masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import build_engine, train, train_plain
 from tests.spawn import launched
@@ -52,21 +51,6 @@ def worker(rank: int, world_size: int) -> dict[str, dict[str, dict[str, float]]]
 
 
 ranks = launched(worker, 2, timeout=240)
-
-
-@pytest.mark.parametrize("others_end", [0, 1, 3])
-def test_the_end_of_another_stage_on_the_place_rounds_no_sum(others_end: int) -> None:
-    mine, other = (torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)) for _ in range(2))
-    sums, slices = GradientSums(), [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each of the last three is lost beside 1 in bf16
-    for number, gradient in enumerate(slices):
-        mine.grad, other.grad = torch.tensor([gradient]).bfloat16(), torch.ones(1).bfloat16()
-        if number < 3:
-            sums.put_aside([mine])
-        if number < others_end:
-            sums.give_back([other])
-            assert mine.grad is None and other.grad is not None
-    sums.give_back([mine])
-    assert mine.grad is not None and mine.grad.item() == torch.tensor(sum(slices)).bfloat16().item() > 1
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
@@ -201,3 +202,19 @@ ranks = launched(worker, 2, timeout=240)
 
 def test_an_old_and_a_new_runtime_of_the_same_layers_do_the_same(ranks):
     assert ranks == [True, True]
+
+
+def test_the_end_of_another_stage_on_the_place_rounds_no_sum_of_16_bits() -> None:
+    stage = Stage(0, [nn.Linear(1, 1), nn.Linear(1, 1, dtype=torch.bfloat16)], 0, gradients=PlainGradients(1))
+    stage.begin(StepBatch(), None, weights_apart=False)
+    (mine, other), slices = stage._summed, [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each of the last three is lost beside 1
+    for others_end in (0, 1, 3):
+        sums = GradientSums()
+        for number, gradient in enumerate(slices):
+            mine.grad, other.grad = torch.full_like(mine, gradient), torch.ones_like(other)
+            sums.put_aside([mine])
+            if number < others_end:
+                sums.give_back([other])
+                assert mine.grad is None and other.grad is not None
+        sums.give_back([mine])
+        assert mine.grad is not None and mine.grad.item() == torch.tensor(sum(slices)).bfloat16().item() > 1
