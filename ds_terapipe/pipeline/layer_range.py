@@ -11,11 +11,13 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from types import CellType
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
@@ -174,12 +176,14 @@ class LayerRange:
 
 
 def modules_of(layer: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a layer, also those of a tied layer's ``functools.partial(forward_fn, module)``."""
+    """Yield the modules of a layer: itself, or those in a function's ``functools.partial`` and closure, or of a method."""
     parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
     for part in parts:
-        owner = getattr(part, "__self__", part)  # of a bound method
-        if isinstance(owner, nn.Module):
-            yield owner
+        closure = getattr(part, "__closure__", None) or ()
+        held = [cell.cell_contents for cell in closure if cell != CellType()]  # an empty cell has no contents
+        for owner in (getattr(part, "__self__", part), *held):
+            if isinstance(owner, nn.Module) and not isinstance(owner, PipelineModule):
+                yield owner
 
 
 def _name_of(layer: Any) -> str:

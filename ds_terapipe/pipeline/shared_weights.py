@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
-from types import CellType
 from typing import Any, NamedTuple
 
 from deepspeed.pipe import LayerSpec, PipelineModule
@@ -18,6 +16,7 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 _SHOWN = 4
@@ -131,7 +130,7 @@ def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[i
         holders[entry] += [here[name] for name in [chunks.prefix(entry)] if name in here]
     known = {id(inside) for of_entry in holders[:-1] for holder in of_entry for inside in holder.modules()}
     for entry, function in enumerate((*specs, loss)):
-        holders[entry] += [each for each in _captured(function) if id(each) in known]
+        holders[entry] += [each for each in modules_of(function) if id(each) in known]
     named, counting = _named(module), {id(p) for name, p in module.named_parameters() if name in also}
     found: dict[_Weight, set[int]] = {}
     for entry, of_entry in enumerate(holders):
@@ -161,21 +160,6 @@ def _parameters_in(given: Any) -> Iterator[tuple[str, nn.Parameter]]:
     elif isinstance(given, (list, tuple)):
         for number, part in enumerate(given):
             yield from ((f"{number}.{name}", parameter) for name, parameter in _parameters_in(part))
-
-
-def _captured(function: Any) -> Iterator[nn.Module]:
-    """Yield the modules that a function holds: arguments of a ``partial``, a bound method's object, a closure's."""
-    if isinstance(function, (nn.Module, LayerSpec)):
-        return
-    parts = [function]
-    if isinstance(function, partial):
-        parts = [function.func, *function.args, *function.keywords.values()]
-    for part in parts:
-        cells = [
-            cell for cell in getattr(part, "__closure__", None) or () if cell != CellType()
-        ]  # an empty cell has no contents
-        held = [part, getattr(part, "__self__", None), *(cell.cell_contents for cell in cells)]
-        yield from (each for each in held if isinstance(each, nn.Module))
 
 
 def _class_of(module: PipelineModule, entry: int) -> str:
