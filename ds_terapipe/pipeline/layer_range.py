@@ -11,7 +11,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from types import CellType
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_terapipe.model_chunks import ModelChunks
@@ -176,14 +177,25 @@ class LayerRange:
 
 
 def modules_of(layer: Any) -> Iterator[nn.Module]:
-    """Yield the modules of a layer: itself, or those in a function's ``functools.partial`` and closure, or of a method."""
+    """Yield the modules of a layer: itself, or those that a function or another object of it computes with."""
     parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
-    for part in parts:
-        closure = getattr(part, "__closure__", None) or ()
-        held = [cell.cell_contents for cell in closure if cell != CellType()]  # an empty cell has no contents
-        for owner in (getattr(part, "__self__", part), *held):
-            if isinstance(owner, nn.Module) and not isinstance(owner, PipelineModule):
-                yield owner
+    for held in chain.from_iterable(map(_held, parts)):
+        if isinstance(held, nn.Module) and not isinstance(held, (PipelineModule, DeepSpeedEngine)):
+            yield held
+
+
+def _held(part: Any) -> Sequence[Any]:
+    """Return a method's object, a function's closure, defaults and global names, and another object's attributes."""
+    owner, function = getattr(part, "__self__", part), getattr(part, "__func__", part)
+    if isinstance(owner, nn.Module):
+        return (owner,)
+    held = list(getattr(owner, "__dict__", {}).values())
+    if isinstance(function, FunctionType):
+        held += [
+            cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
+        ]  # an empty one has none
+        held += [*(function.__defaults__ or ()), *map(function.__globals__.get, function.__code__.co_names)]
+    return held
 
 
 def _name_of(layer: Any) -> str:

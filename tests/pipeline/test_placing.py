@@ -55,7 +55,10 @@ def placed(*places: Any, own: Any = ()) -> Placement:
 
 
 TIED = nn.Linear(1, 1).requires_grad_(False)
-LOOK_UP, CLOSED = partial(lambda module, x: module(x), TIED), (lambda layer: lambda x: layer(x))(nn.Linear(1, 1))
+HELD = nn.Linear(1, 1)
+LOOK_UP = partial(lambda module, x: module(x), TIED)  # a layer that is a function of modules has their weights
+CALLS = (lambda x: HELD(x), lambda x, layer=HELD: layer(x), (lambda layer: lambda x: layer(x))(HELD),
+         SimpleNamespace(layer=HELD), SimpleNamespace(layer=HELD).__eq__)  # fmt: skip
 
 
 @pytest.mark.parametrize(("places", "stages", "boundaries", "forward_only"), [
@@ -68,7 +71,7 @@ LOOK_UP, CLOSED = partial(lambda module, x: module(x), TIED), (lambda layer: lam
     (("F.T", "TTT"), [0, 0, 1], [0, 2, 3, 6], 1),
     (("..T", "TTT"), [0, 1], [0, 3, 6], 0),  # a stage without weights would be one for nothing
     (("...", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2),
-    (((LOOK_UP, CLOSED, "F"),), [0, 0], [0, 1, 3], 1),  # functions of modules have their weights
+    *((((LOOK_UP, call, "F"),), [0, 0], [0, 1, 3], 1) for call in CALLS),
 ])  # fmt: skip
 def test_the_frozen_beginning_of_a_model_only_goes_forward(places, stages, boundaries, forward_only):
     assert placed(*places) == Placement.of(stages, boundaries, forward_only)

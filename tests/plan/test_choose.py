@@ -94,12 +94,6 @@ def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, l
     assert improve.why_not(times, "1f1b", lengths) == says
 
 
-@pytest.mark.parametrize(("lengths", "once", "apart"), [((16,), True, False), ((8, 8), True, True), ((8, 8), False, False)])
-def test_a_search_has_weight_gradients_where_a_step_has(lengths, once, apart):
-    times = StepTimes(ExampleCost([1.0] * 4), 4, 2, once, Placement.v(2))
-    assert improve._problem(times, Request(16, 4, 2), "1f1b", lengths).apart == apart
-
-
 @pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [
     (None, [1.0] * 4, 2, 1e-2, "zero_bubble"),
     (None, [1.0] * 4, 2, 0.0, "terapipe"),
