@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import load_with_parts
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
@@ -159,8 +159,14 @@ class Checkpointer:
             engine: the engine to save.
             save: called with ``save_dir``, ``tag``, ``client_state``, ``latest``, ``*args`` and ``**kwargs``.
             save_dir, tag, client_state, latest: its arguments; no ``tag``: that of the step.
+
+        Raises:
+            ConfigError: on every rank, if ranks give different tags.
         """
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        tags = sorted(set(self._consensus.gather(tag)))
+        if len(tags) > 1:  # of ranks that add their clock or number to it: none of the folders would be whole
+            raise bad_value("save_checkpoint: tag", tags[:2], "the same on all ranks", "the number of the step")
         plans = engine._slicer.state()
         with self.as_saved(engine) as placed:
             ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}

@@ -181,7 +181,8 @@ class SavedFiles:
         """Return the names of a pattern, of existing and of saved files."""
         there = {path.name for path in self._folder.glob(pattern)}
         saved = [] if self._manifest is None else self._manifest.names()
-        return sorted(there.union(name for name in saved if Path(name).match(pattern)))
+        names = there.union(name for name in saved if Path(name).match(pattern))
+        return sorted(names, key=lambda name: (len(name), name))  # mp_rank_100 follows mp_rank_99
 
     def _layer_files(self, share: Share, layers: Mapping[int, Any]) -> Iterator[tuple[int, str]]:
         for entry in share.entries:

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
 from ds_terapipe.names import MANIFEST
 from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
+from ds_terapipe.pipeline.saved_files import SavedFiles, Share
 from tests.pipeline.models import gpt, masked_loss, mean_loss, steps_of, tied_gpt
 from tests.pipeline.operations import operations
 from tests.pipeline.training import ADAMW, build_engine, train, worst
@@ -47,8 +49,8 @@ def content(folder: Path, tag: str | None) -> str | None:
     here = folder / str(tag)
     if not here.exists():
         return None
-    paths = {str(path.relative_to(here)): path for path in here.rglob("*")}
-    found = {name: path.read_text() for name, path in paths.items() if name not in (*OF_USER, "plots")}
+    names = {str(path.relative_to(here)) for path in here.rglob("*")}
+    found = {name: (here / name).read_text() for name in names - {*OF_USER, "plots"}}
     assert set(json.loads(found.pop(MANIFEST))["files"]) == set(FILES) == found.keys(), found
     (text,) = set(found.values())
     return text
@@ -66,7 +68,6 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[Path]:
     for at in range(1000):
         for halfway in (False, True):
             each = folder / f"{at}-{halfway}"
-            each.mkdir()
             save(each, "other", "other")
             beside = [each / leftover / "file" for leftover in LEFT] + [each / "notes.txt"]
             for path in beside:
@@ -122,6 +123,12 @@ def test_files_of_a_checkpoint_that_the_new_one_does_not_have_go(tmp_path):
     assert sorted(path.name for path in (tmp_path / "last").iterdir()) == sorted((*FILES, MANIFEST))
 
 
+def test_a_rank_of_three_digits_has_its_own_file(tmp_path):
+    for rank in range(101):
+        (tmp_path / f"mp_rank_{rank:02d}_model_states.pt").touch()
+    assert SavedFiles(tmp_path).of_optimizer(Share((), 0, 1, 100, 101, 0, 1), None) == "mp_rank_100_model_states.pt"
+
+
 def test_a_recovery_that_dies_itself_leaves_it_to_the_next(tmp_path):
     def recovered(folder: Path) -> None:
         save(folder, "last", "old")
@@ -155,32 +162,32 @@ def exchange(kind: str, saver: str, loader: str, folder: str) -> dict[str, Any]:
     uninterrupted = train(first, steps[2:])
     first.destroy()
     second = engine(loader)
-    path, client = second.load_checkpoint(folder, tag="two")
-    assert path is not None and client["note"] == saver
+    assert second.load_checkpoint(folder, tag="two")[1]["note"] == saver
     resumed = train(second, steps[2:])
-    counted = (second.global_steps, second.global_samples, second.get_lr())
     second.destroy()
     off = [abs(a - b) / b for a, b in zip(resumed.losses, uninterrupted.losses, strict=True)]
+    counted = (second.global_steps, second.global_samples, second.get_lr())
     return {"off": max(*off, worst(resumed.weights, uninterrupted.weights)), "counted": counted}
 
 
 def saved_nowhere(folder: str) -> tuple[str, str | None]:
     """The error of a save into a place that is a file, and the tag of a save that goes well after it."""
-    if torch.distributed.get_rank() == 0:
-        Path(folder, "file").write_text("")
+    Path(folder, "file").touch()
     engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": 2})
     with pytest.raises(Exception) as said:
         engine.save_checkpoint(f"{folder}/file/below")
     assert engine.load_checkpoint(f"{folder}/good") == (None, None), "there is none yet"
     engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
     engine.save_checkpoint(f"{folder}/good")
+    with pytest.raises(ConfigError, match=r"^save_checkpoint: tag: got .*run0.*run1.*, must be the same on all ranks, use "):
+        engine.save_checkpoint(f"{folder}/good", tag=f"run{torch.distributed.get_rank()}")
     engine.destroy()
     return f"{said.type.__name__}: {said.value}", tag_of(Path(folder, "good"), None)
 
 
 def worker(rank: int, world_size: int, folder: str) -> dict[Any, Any]:
-    found: dict[Any, Any] = {way: exchange(*way, folder=f"{folder}/{'-'.join(way)}") for way in WAYS}
-    return {**found, "nowhere": saved_nowhere(folder)}
+    exchanged = {way: exchange(*way, folder=f"{folder}/{'-'.join(way)}") for way in WAYS}
+    return {**exchanged, "nowhere": saved_nowhere(folder)}
 
 
 ranks = launched(worker, 2, timeout=180, folder=True)

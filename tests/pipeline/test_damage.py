@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -66,21 +67,17 @@ def test_a_file_just_saved_has_the_checksum_of_its_bytes(tmp_path, monkeypatch, 
         saved = measured(path, just_saved=True)
     finally:
         torch.serialization.set_crc32_options(True)
-    whole = legacy or not with_crcs
-    assert (sum(read) >= 3 * 1200) == whole and read
+    assert (sum(read) >= 3 * 1200) == (legacy or not with_crcs) and read
     assert measured(path) == saved and saved.bytes == path.stat().st_size
 
 
-def changed(at: float) -> Callable[[bytes], bytes]:
-    def change(data: bytes) -> bytes:
-        index = int(at * (len(data) - 1))
-        return data[:index] + bytes([data[index] ^ 16]) + data[index + 1 :]
-
-    return change
+def changed(at: float, data: bytes) -> bytes:
+    index = int(at * (len(data) - 1))
+    return data[:index] + bytes([data[index] ^ 16]) + data[index + 1 :]
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
-    **{f"a bit at {at}": changed(at) for at in (0, 0.5, 1)}, "cut": lambda data: data[: len(data) // 2],
+    **{f"a bit at {at}": partial(changed, at) for at in (0, 0.5, 1)}, "cut": lambda data: data[: len(data) // 2],
     "another file's": None, "gone": None, "a folder": None,
 }  # fmt: skip
 
@@ -273,8 +270,7 @@ others_saved = launched(others, 2, folder=True)
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_can_be_told_without_a_manifest_is(others_saved: list[Any], name: str) -> None:
-    for found, _ in others_saved:
-        text, unchanged = found[name]
+    for text, unchanged in (found[name] for found, _ in others_saved):
         assert unchanged and text.startswith("load_checkpoint: got ") and "\n" not in text, text
         assert FOREIGN[name][1] in text and ", use " in text, text
 
@@ -282,6 +278,5 @@ def test_what_can_be_told_without_a_manifest_is(others_saved: list[Any], name: s
 def test_what_deepspeed_saved_over_it_is_not_called_damaged(others_saved: list[Any]) -> None:
     for stale, after, steps in (over for _, over in others_saved):
         assert "of a later save than ds_terapipe_manifest.json (DeepSpeed has saved here without our keys)" in stale
-        files = "ds_terapipe_manifest.json and elastic_pipeline.json"
-        assert stale.endswith(f"use another tag, or remove {files} to read what DeepSpeed saved")
+        assert stale.endswith("tag, or remove ds_terapipe_manifest.json and elastic_pipeline.json to read what DeepSpeed saved")
         assert after == "loaded" and steps == 1

@@ -80,10 +80,10 @@ def _of(state: Mapping[str, Any], master: Tensor, elements: slice) -> dict[str, 
     """Return a parameter's elements of a master, and of what is like it."""
     found: dict[str, Any] = {}
     for key, value in {**state, MASTER: master}.items():
-        if key == "step" or not isinstance(value, Tensor):
+        if not isinstance(value, Tensor):
             found[key] = value
-        elif value.dim() == 1 or value.shape == master.shape:
+        elif key != "step" and (value.dim() == 1 or value.shape == master.shape):
             found[key] = Elements(value.detach().view(-1)[elements])
         else:
-            found[key] = value.clone()
+            found[key] = value.clone()  # a step count too: a torch optimizer adds to that of each parameter
     return found

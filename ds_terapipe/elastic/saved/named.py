@@ -17,9 +17,9 @@ from deepspeed.ops.adam import FusedAdam
 
 from ds_terapipe import tensor_files
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
-from ds_terapipe.elastic.moves.masters import is_wrapped, replace
+from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, replace
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
-from ds_terapipe.elastic.saved.by_name import FLAT, layout_of
+from ds_terapipe.elastic.saved.by_name import FLAT, WHOLE, layout_of
 from ds_terapipe.elastic.saved.order import (
     Member,
     Members,
@@ -80,6 +80,7 @@ class NamedCheckpointer(Checkpointer):
         for numbers, of_rank in gather((mine, {name: p.numel() for name, p in parameters.items()})):
             number_of |= numbers
             sizes |= of_rank
+        check_kinds(engine, parts)
         rank, groups = engine.grid.get_slice_parallel_rank(), len(optimizer.param_groups)
         levels = isinstance(optimizer, FusedAdam)
         return self.on_all(lambda: SavedStates(folder, parts, rank, groups, number_of, trained, sizes, levels))
@@ -100,6 +101,20 @@ class PlacedController(Controller):
         return NamedCheckpointer(consensus)
 
 
+def check_kinds(engine: Any, parts: Sequence[Mapping[str, Any] | None]) -> None:
+    """Refuse states of another precision than this engine's; in fp32, ZeRO-1 may be on or off.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    now, then = layout_of(engine), {part["kind"] for part in parts if part is not None}
+    rounded = engine.bfloat16_enabled() or engine.fp16_enabled()
+    if then != {now} and (rounded or WHOLE in then):
+        raise bad_value(
+            f"{KEY}: optimizer", "states of another precision", "of the same as now", "the same types and ZeRO"
+        )
+
+
 def put(engine: Any, saved: SavedStates, scheduler: bool) -> None:
     """Replace the optimizer's states by these; ``scheduler``: the scheduler's state was loaded from the checkpoint."""
     with poison_on_error(engine._watchdog):
@@ -117,6 +132,9 @@ def put(engine: Any, saved: SavedStates, scheduler: bool) -> None:
 
 def _put_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module, saved: SavedStates) -> None:
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+    for name, parameter in module.named_parameters():
+        if (master := saved.states.get(name, {}).pop(MASTER, None)) is not None:
+            parameter.data.copy_(master)
     state: dict[int, Any] = {}
     param_groups: list[dict[str, Any]] = []
     start = 0
@@ -131,7 +149,8 @@ def _put_plain(optimizer: torch.optim.Optimizer, module: torch.nn.Module, saved:
 
 def _put_wrapped(wrapper: Any, module: torch.nn.Module, saved: SavedStates) -> None:
     optimizer = wrapper.optimizer
-    load_scale(wrapper, saved.scale)
+    if saved.scale:  # without ZeRO there was none, and the fp32 weights are the masters
+        load_scale(wrapper, saved.scale)
     parameters = dict(module.named_parameters())
     replace(wrapper, {id(parameters[name]): state for name, state in saved.states.items()})
     for group, settings in zip(optimizer.param_groups, saved.settings, strict=True):
