@@ -184,9 +184,8 @@ class SliceAttention : public Function<SliceAttention> {
 };
 
 inline Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values,
-                 const std::shared_ptr<KeyGradients>& gradients, int64_t start, int64_t stop, int64_t first, const optional<Tensor>& bias,
-                 double dropout, optional<double> scale, optional<int64_t> left,
-                 bool by_cudnn) {
+                        const std::shared_ptr<KeyGradients>& gradients, int64_t start, int64_t stop, int64_t first,
+                        const optional<Tensor>& bias, double dropout, optional<double> scale, optional<int64_t> left, bool by_cudnn) {
   auto call = c10::make_intrusive<AttentionCall>();
   call->keys = keys, call->values = values, call->gradients = gradients;
   call->start = start, call->stop = stop, call->first = first;

@@ -73,7 +73,7 @@ class KeptLinear {
       tokens += slice.gradient.size(0);
     }
     const bool one_by_one = weight.is_cpu() && (weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kDouble);
-    const int64_t least = one_by_one ? rules_->least_tokens : tokens;
+    const int64_t least = one_by_one ? rules_->least_tokens : std::max<int64_t>(tokens, 1);  // all may have no token, as an expert's
     Tensor of_weight, of_bias;
     for (auto next = taken.begin(); next != taken.end();) {
       variable_list inputs, gradients;
@@ -102,7 +102,7 @@ class KeptLinear {
 class Operands {
  public:
   Operands(int64_t least_tokens, std::string outside, std::string changed)
-      : rules_(std::make_shared<Rules>(least_tokens, std::move(outside), std::move(changed))) {}
+      : rules_(std::make_shared<Rules>(Rules{least_tokens, std::move(outside), std::move(changed)})) {}
 
   // The running backward pass: what is kept belongs to this slice, until end().
   void begin(int64_t micro_batch, int64_t slice) { micro_batch_ = micro_batch, slice_ = slice, running_ = true; }

@@ -7,11 +7,12 @@ settings.
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -191,11 +192,16 @@ def _held(part: Any) -> Sequence[Any]:
         return (owner,)
     held = list(getattr(owner, "__dict__", {}).values())
     if isinstance(function, FunctionType):
-        held += [
-            cell.cell_contents for cell in function.__closure__ or () if cell != CellType()
-        ]  # an empty one has none
-        held += [*(function.__defaults__ or ()), *map(function.__globals__.get, function.__code__.co_names)]
+        cells = [cell for cell in function.__closure__ or () if cell != CellType()]  # an empty one has no contents
+        names = map(function.__globals__.get, _global_names(function.__code__))
+        held += [*(cell.cell_contents for cell in cells), *(function.__defaults__ or ()), *names]
     return held
+
+
+@functools.cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    # not `co_names`, which has those of attributes too
+    return tuple(each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
 
 
 def _name_of(layer: Any) -> str:

@@ -207,12 +207,13 @@ def test_a_part_is_that_of_its_slices_and_layers(name):
 @pytest.mark.parametrize("lengths", [[1, 2, 200, 5], [40] * 7])
 def test_any_lengths_are_all_in_the_products(lengths, dtype):
     torch.manual_seed(0)
-    keeper, layer = WeightGradients(), nn.Linear(4, 5, dtype=dtype)
+    keeper, layer, idle = WeightGradients(), nn.Linear(4, 5, dtype=dtype), nn.Linear(4, 5, dtype=dtype)
     x, *values = (torch.randint(-2, 3, shape).to(dtype) for shape in ((1, sum(lengths), 4), (5, 4), (5,)))
     for parameter, value in zip(layer.parameters(), values, strict=True):
         parameter.data = value  # small integers: all but the sums is exact
-    run_sliced(nn.Sequential(layer), x, lengths, keeper)
+    run_sliced(net_of(lambda net, x: layer(x) + idle(x[:, :0]).sum(), layer=layer, idle=idle), x, lengths, keeper)
     keeper.make(0)
+    assert not idle.weight.grad.any()  # an expert without tokens
     inputs, gradient = x[0].double(), 2 * layer(x)[0].double()
     # in 16 bits rounded once at the end: the nearest number to the sum
     for got, want in ((layer.weight, gradient.t() @ inputs), (layer.bias, gradient.sum(0))):

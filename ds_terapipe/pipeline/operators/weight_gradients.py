@@ -254,7 +254,8 @@ def _joined(pairs: list[Operands], shares: TokenShares | None) -> Iterator[Opera
     """Yield the operands for each product, short ones joined, shares gathered. Empties the list meanwhile."""
     first = pairs[0][1]
     one_by_one = first.device.type == "cpu" and first.dtype in (torch.float32, torch.float64)
-    least = _LEAST_TOKENS if one_by_one else sum(gradients.shape[0] for _, gradients in pairs)
+    # all may have no token, as an expert's
+    least = _LEAST_TOKENS if one_by_one else max(sum(gradients.shape[0] for _, gradients in pairs), 1)
     del first
     while pairs:
         inputs, gradients, rows = [], [], 0
