@@ -63,6 +63,11 @@ def unknown_key(block: str, name: object, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"{block}: unknown key {shown(name)}, must be one of {', '.join(known)}, use {use}")
 
 
+def one_line(error: BaseException) -> str:
+    """Return the class and the text of an error on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error of gloo or NCCL, without its source location."""
     line = next(iter(str(error).splitlines()), "")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 
 
 def read(key: str, file: Path, *, mapped: bool = True, proven: bool = False) -> Any:
@@ -32,5 +32,6 @@ def read(key: str, file: Path, *, mapped: bool = True, proven: bool = False) -> 
         # DeepSpeed's checkpoint.checkpoint_serialization chooses the other form, which can't be mapped
         return torch.load(file, map_location="cpu", mmap=mapped and zipfile.is_zipfile(file), weights_only=False)
     except Exception as error:  # a pickle cut short raises anything
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
-        raise ConfigError(f"{key}: got {file} ({why}), must be a whole file, use another checkpoint") from error
+        raise ConfigError(
+            f"{key}: got {file} ({one_line(error)}), must be a whole file, use another checkpoint"
+        ) from error

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.hf.parts import Parts
-from ds_terapipe.hf.weights import folder_of, line_of, open_file
+from ds_terapipe.hf.weights import folder_of, open_file
 
 CONFIG, VALUES = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of all names in a folder: there peft's model is around the user's
@@ -87,7 +87,7 @@ class Adapter:
                 with nullcontext() if given else torch.device("meta"):
                     inject_adapter_in_model(self.config, model, self._name)
             except (ValueError, TypeError) as problem:
-                raise self._unfit(model, f'"{line_of(problem)}" from peft') from problem
+                raise self._unfit(model, f'"{one_line(problem)}" from peft') from problem
             cast_adapter_dtype(model, self._name)
         self._check_active(model)
         shared_trains = self._there and parts.tied and model.get_submodule(parts.head).weight.requires_grad
@@ -225,7 +225,7 @@ def adapter_of(lora: Any, folder: str | Path | None, base: str | None) -> Adapte
         config = PeftConfig.from_pretrained(str(at))
     except Exception as problem:
         raise ConfigError(
-            f"adapter: got {at / CONFIG} ({line_of(problem)}), must be peft's, use a folder that save_pretrained has written"
+            f"adapter: got {at / CONFIG} ({one_line(problem)}), must be peft's, use a folder that save_pretrained has written"
         ) from problem
     return Adapter(config, "adapter", base=base, file=at / VALUES)
 

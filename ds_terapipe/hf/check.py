@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.batches import batch
 from ds_terapipe.hf.loss import CausalLMLoss
@@ -45,8 +45,8 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
         try:
             model = kind(shrunk(source.config)).double().eval()
         except Exception as problem:
-            what = f"of which no small model could be made to be compared ({type(problem).__name__}: {problem})"
-            raise refusal(name, " ".join(what.split())[:300], "another model") from problem
+            what = f"of which no small model could be made to be compared ({one_line(problem)})"
+            raise refusal(name, what, "another model") from problem
         if (given := vars(source.model).get(_LOSS)) is not None:
             setattr(model, _LOSS, given)
         for parameter in model.parameters():
@@ -60,8 +60,8 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
             except ConfigError:
                 raise
             except Exception as problem:
-                what = f"whose layers do not run one after the other ({type(problem).__name__}: {problem})"
-                raise refusal(name, " ".join(what.split())[:300], "another model") from problem
+                what = f"whose layers do not run one after the other ({one_line(problem)})"
+                raise refusal(name, what, "another model") from problem
             model.set_attn_implementation("eager")
             for what, error in _differences(expected, got):
                 if not error <= _TOLERANCE:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.adapters import CONFIG, Adapter, adapter_in, adapter_of
 from ds_terapipe.hf.parts import parts_of, refusal
@@ -209,7 +209,7 @@ def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         raise _without_interface(config) from problem
     except ValueError as problem:
         raise refusal(
-            config.model_type, f"which is none of AutoModelForCausalLM's ({_short(problem)})", "e.g. Llama"
+            config.model_type, f"which is none of AutoModelForCausalLM's ({one_line(problem)})", "e.g. Llama"
         ) from problem
     if not model._can_set_attn_implementation():
         raise _without_interface(config)
@@ -251,14 +251,10 @@ def _config_of(folder: Path) -> Any:
     except (OSError, ValueError) as problem:
         raise ConfigError(
             f"hf.pipeline: got {folder}, must have a config.json of a model that transformers knows, use one that "
-            f"save_pretrained has written ({_short(problem)})"
+            f"save_pretrained has written ({one_line(problem)})"
         ) from problem
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters()
     yield from module.named_buffers()
-
-
-def _short(problem: BaseException) -> str:
-    return " ".join(str(problem).split())[:160]

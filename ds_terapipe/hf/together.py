@@ -27,8 +27,7 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
         except ConfigError:
             raise
         except Exception as problem:
-            what = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
-            raise ConfigError(f"hf: got {what}, must be a model that can be read and written") from problem
+            raise ConfigError(f"hf: got {one_line(problem)}, must be a model that can be read and written") from problem
 
     job, first = Job.current(), os.environ.get("LOCAL_RANK", "0") == "0"
     with watchdog.launching(_SILENT_S, "all ranks to read or write the model"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ("*.safetensors", INDEX, "*.json", "*.txt", "*.model", "*.jinja")
@@ -30,7 +30,7 @@ def folder_of(name: str, revision: str | None, key: str = "hf.pipeline") -> Path
     except Exception as problem:
         raise ConfigError(
             f'{key}: got "{name}", must be a folder that is there or a model on the Hub, use e.g. "Qwen/Qwen3-0.6B" '
-            f"({line_of(problem)})"
+            f"({one_line(problem)})"
         ) from problem
 
 
@@ -120,11 +120,6 @@ def open_file(file: Path) -> Any:
         raise _bad(file, problem) from problem
 
 
-def line_of(problem: BaseException) -> str:
-    """An error on one line."""
-    return f"{type(problem).__name__}: {' '.join(str(problem).split())[:200]}"
-
-
 def _bad(file: Path, problem: BaseException) -> ConfigError:
-    what = "missing" if not file.exists() else f"damaged ({line_of(problem)})"
+    what = "missing" if not file.exists() else f"damaged ({one_line(problem)})"
     return ConfigError(f"hf.pipeline: got {file} that is {what}, must be whole, use a new copy of it")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe.commands.checking.boundary import Boundary
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.slicing import Span, as_tuple, plan_cuts
@@ -105,7 +105,7 @@ def _first_that(forms: Iterator[Any], runs: Callable[[Any], Any], what: str) -> 
         try:
             runs(form)
         except Exception as problem:
-            said = said or f"{type(problem).__name__}: {' '.join(str(problem).split())[:160]}"
+            said = said or one_line(problem)
             continue
         return form
     raise NoSample(f"{what} takes no tokens [batch, sequence] and nothing else that is known ({said})")

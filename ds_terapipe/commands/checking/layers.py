@@ -12,7 +12,7 @@ from ds_terapipe.commands.checking.computed import computed_kept
 from ds_terapipe.commands.checking.inputs import NoSample, sample_of
 from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import StageRun
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import parts_of
@@ -51,7 +51,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         except Exception as problem:  # a layer that fake tensors cannot run
             if isinstance(problem, ConfigError) and not _read_values(problem):
                 raise
-            notes.append(f"activations: {type(problem).__name__}: {' '.join(str(problem).split())[:200]}")
+            notes.append(f"activations: {one_line(problem)}")
     chunks = ModelChunks(module)
     return Report(
         stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
 from ds_terapipe.elastic.saved.by_name import FLAT, PLAIN, Elements, groups_in, layout_of, states_in
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import ConfigError, bad_value, one_line
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.saved_files import MOMENTS
 
@@ -162,9 +162,8 @@ def _named(path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
         raise ConfigError(
-            f"load_checkpoint: got {path} ({why}), must be as it was saved, use another checkpoint"
+            f"load_checkpoint: got {path} ({one_line(error)}), must be as it was saved, use another checkpoint"
         ) from error
 
 

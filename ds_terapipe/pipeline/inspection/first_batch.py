@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
@@ -118,14 +118,14 @@ class Inspection:
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
                 f"{_NO_ROOM}: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "
-                f"beside all that goes in and out of its modules ({describe(problem)}), use false"
+                f"beside all that goes in and out of its modules ({one_line(problem)}), use false"
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):
             try:
                 loss = self._try_loss(batch, outputs, stage.dims.outputs, spans[-1].stop)
             except Exception as problem:
                 raise ConfigError(
-                    f"the data iterator: got labels that the loss_fn fails with, {describe(problem)}; must fit the model's "
+                    f"the data iterator: got labels that the loss_fn fails with, {one_line(problem)}; must fit the model's "
                     "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
                 ) from problem
             if self.trains and not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -243,12 +243,7 @@ def _failure(problem: Exception, stage: Stage, batch: StepBatch) -> ConfigError:
             outputs = layer(outputs)
     except Exception:
         return ConfigError(
-            f"the data iterator: got inputs that the model fails with, cut or not, {describe(problem)}; must fit its first "
+            f"the data iterator: got inputs that the model fails with, cut or not, {one_line(problem)}; must fit its first "
             "layers, use (inputs, labels) with one sample per row"
         )
-    return refuse_model(f"run on a slice it fails, {describe(problem)}")
-
-
-def describe(error: BaseException) -> str:
-    """Return type and text of an error on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return refuse_model(f"run on a slice it fails, {one_line(problem)}")
