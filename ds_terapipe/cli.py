@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import add_json, check_json
 from ds_terapipe.errors import ConfigError
 
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_json(options)
         options.run(options)
-    except (CommandError, ConfigError) as error:
+    except ConfigError as error:
         print(f"ds_terapipe {options.command}: error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader has closed the pipe; nothing is left to be flushed into it
@@ -44,8 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name in COMMANDS:
         command = import_module(f"ds_terapipe.commands.{name}")
-        its = command.add(commands)
-        its.epilog, its.formatter_class = command.EXAMPLE, argparse.RawDescriptionHelpFormatter
+        its = commands.add_parser(
+            name.replace("_", "-"), help=command.HELP, description=command.DESCRIPTION, epilog=command.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        command.add_arguments(its)
         its.set_defaults(run=command.run)
         if name != "schema":  # which prints JSON in any case
             add_json(its)

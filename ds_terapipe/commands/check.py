@@ -6,14 +6,18 @@ import argparse
 import os
 from pathlib import Path
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.inputs import CLUSTER, SEQ_LENGTH, check_positive
 from ds_terapipe.commands.progress import progress
-from ds_terapipe.errors import bad_value
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.hardware import load_cluster, load_model
 from ds_terapipe.plan.costs.memory import gigabytes
 
+HELP = "print the memory of each stage of a launch, or its error, without a GPU"
+DESCRIPTION = (
+    "Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
+    "gradients, optimiser, activations and peak of each stage, and the plan."
+)
 EXAMPLE = """\
 example:
   ds_terapipe check --world 64 -- train.py --num-layers 40 --deepspeed_config ds_config.json
@@ -24,14 +28,8 @@ The script runs unchanged up to its engine, once for each distinct rank. It need
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "check",
-        help="print the memory of each stage of a launch, or its error, without a GPU",
-        description="Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
-        "gradients, optimiser, activations and peak of each stage, and the plan.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     add_argument = parser.add_argument
     add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration of a script that names none")
     add_argument("--world", type=int, metavar="N", required=True, help="processes of the launch")
@@ -47,16 +45,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
         "--tensor-parallel", type=int, metavar="T", default=1, help="devices that share its layers (default: 1)"
     )
     add_argument("script", nargs="*", metavar="-- SCRIPT ARGS", help="training script and its arguments")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table and the plan.
-
-    Raises:
-        ConfigError: an argument, or an error of the launch that shows when all stages are known. CommandError: any other
-            error of the launch, or a stage that does not fit into a device of ``--cluster``.
-    """
+    """Print the table and the plan."""
     check_positive(options, ("world", "seq_length", "stages", "tensor_parallel"))
     if bool(options.script) == bool(options.model):
         got = None if options.model is None else [options.model, *options.script[:1]]
@@ -87,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     fullest = max(range(len(outcome.uses)), key=lambda place: outcome.uses[place].total)
     needed = gigabytes(outcome.uses[fullest].total)
     if needed > cluster.memory_gb:
-        raise CommandError(
+        raise ConfigError(
             f"stage {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
         )
 

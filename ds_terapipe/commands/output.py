@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.errors import ConfigError
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +23,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def check_json(options: argparse.Namespace) -> None:
-    """Before the work: where ``--json`` wants a file, can it be written?
-
-    Raises:
-        CommandError: it can't.
-    """
+    """Raise ConfigError, before the work, where the file of ``--json`` cannot be written."""
     path = getattr(options, "json", None)
     if path and path != "-":
         there = Path(path).exists()
@@ -36,11 +33,7 @@ def check_json(options: argparse.Namespace) -> None:
 
 
 def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:
-    """Print the table, and write the same figures as JSON to the file of ``--json``.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Print the table, and write the same figures as JSON to the file of ``--json``."""
     if options.json == "-":
         json.dump(data, sys.stdout, indent=2)
         print()
@@ -51,9 +44,17 @@ def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> Non
 
 
 def write_text(argument: str, path: str, text: str, mode: str = "w") -> None:
-    """Write a file that an argument names. Raises CommandError where it cannot be written."""
+    """Write a file that an argument names. Raises ConfigError where it cannot be written."""
+    with writing(argument, path), open(path, mode, encoding="utf-8") as file:
+        file.write(text)
+
+
+@contextmanager
+def writing(argument: str, path: str) -> Iterator[None]:
+    """Context manager that raises ConfigError, in the name of an argument, where its file cannot be written."""
     try:
-        with open(path, mode, encoding="utf-8") as file:
-            file.write(text)
+        yield
     except OSError as error:
-        raise CommandError(f"{argument}: cannot write {path} ({error.strerror or error})") from error
+        raise ConfigError(
+            f"{argument}: cannot write {path} ({error.strerror or error}), must be in a directory that you may write to"
+        ) from error

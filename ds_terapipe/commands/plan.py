@@ -18,6 +18,11 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 from ds_terapipe.plan.stages import describe, partition
 
+HELP = "choose the fastest slices and schedule for a model, a cluster and a batch"
+DESCRIPTION = (
+    "Choose slices and schedule by simulation, within the memory of a device. Print the plan above the "
+    "alternatives that are slower: other slices, stages and micro-batches, interleaving, tensor parallelism."
+)
 EXAMPLE = """\
 example:
   ds_terapipe plan --model gpt3-13b --cluster p3.16xlarge --stages 40 --tensor-parallel 8 --sequences 8
@@ -31,27 +36,15 @@ _SIZES = 6  # of micro-batches that are compared with the given one
 _WORTH = 0.001  # a gain that is worth a line
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "plan",
-        help="choose the fastest slices and schedule for a model, a cluster and a batch",
-        description="Choose slices and schedule by simulation, within the memory of a device. Print the plan above the "
-        "alternatives that are slower: other slices, stages and micro-batches, interleaving, tensor parallelism.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     add_inputs(parser)
     add_frozen(parser)
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead.
-
-    Raises:
-        ConfigError: a file, an argument or their combination; no plan fits into the memory. CommandError: the file of
-            ``--json`` cannot be written.
-    """
+    """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead."""
     if options.frozen is not None:
         plan_frozen(options)
         return

@@ -7,15 +7,21 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.preparing.dataset import write_dataset
 from ds_terapipe.commands.preparing.texts import Reader, pieces_of
 from ds_terapipe.commands.preparing.tokens import BYTE_VOCABULARY, END_OF_DOCUMENT, LONGEST_SENTENCE, encoding_of
 from ds_terapipe.commands.progress import progress
+from ds_terapipe.errors import ConfigError
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
+HELP = "write Megatron .bin and .idx files from text files or JSON lines"
+DESCRIPTION = (
+    "Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. "
+    f"Without --tokenizer a token is a byte, and token {END_OF_DOCUMENT} ends a document. --vocab-size is then "
+    f"{BYTE_VOCABULARY}."
+)
 EXAMPLE = """\
 example:
   ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
@@ -27,15 +33,8 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "prepare-data",
-        help="write Megatron .bin and .idx files from text files or JSON lines",
-        description="Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. "
-        f"Without --tokenizer a token is a byte, and token {END_OF_DOCUMENT} ends a document. --vocab-size is then "
-        f"{BYTE_VOCABULARY}.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -83,20 +82,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
         metavar="N",
         help="divisor of the padded vocabulary that the command prints (default: %(default)s, as in train.py)",
     )
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither.
-
-    Raises:
-        CommandError: an input or a tokenizer that is missing or not as it must be, nothing to write, nowhere to write it
-            (the figures of ``--json`` among it), or no megatron-core.
-    """
+    """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither."""
     for name, example in (("--make-vocab-size-divisible-by", 128), ("--workers", 2)):
         number = getattr(options, name.removeprefix("--").replace("-", "_"))
         if number < 1:
-            raise CommandError(f"{name}: got {number}, must be a positive number, use e.g. {example}")
+            raise ConfigError(f"{name}: got {number}, must be a positive number, use e.g. {example}")
     encoding = encoding_of(options.tokenizer, options.split_sentences, options.append_eod)
     with progress("looking for files"):
         pieces = pieces_of(find_files(options.input, options.pattern))
@@ -127,7 +120,7 @@ def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
     """The files to read, in an order that depends on their names only.
 
     Raises:
-        CommandError: an input that does not exist, or no file at all.
+        ConfigError: an input that does not exist, or no file at all.
     """
     if not inputs:
         root = Path(sysconfig.get_path("stdlib"))
@@ -138,10 +131,10 @@ def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
         for name in inputs:
             path = Path(name)
             if not path.exists():
-                raise CommandError(f"--input: got {name}, which does not exist, use a text file or a folder of them")
+                raise ConfigError(f"--input: got {name}, which does not exist, use a text file or a folder of them")
             files += [file for file in path.rglob(pattern or "*") if file.is_file()] if path.is_dir() else [path]
     if not files:
-        raise CommandError(
+        raise ConfigError(
             f"--input: no file matches {pattern or '*'} in {' '.join(inputs or ['the standard library'])}"
         )
     return sorted(set(files))

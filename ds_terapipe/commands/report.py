@@ -24,6 +24,12 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.shared_memory import left_behind
 from ds_terapipe.version import __version__
 
+HELP = "show versions, the hook on DeepSpeed, ops, and files of killed launches"
+DESCRIPTION = (
+    "Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and "
+    "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
+    "DeepSpeed's buffers in shared memory."
+)
 EXAMPLE = """\
 example:
   ds_terapipe report
@@ -49,30 +55,18 @@ class OpLine(NamedTuple):
     remark: str = ""
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "report",
-        help="show versions, the hook on DeepSpeed, ops, and files of killed launches",
-        description="Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and "
-        "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
-        "DeepSpeed's buffers in shared memory.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument(
         "--remove-stale-locks",
         action="store_true",
         help="remove locks of compilations that no process of this machine holds. No other machine that shares the folder may be "
         "compiling",
     )
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the report.
-
-    Raises:
-        CommandError: the file of ``--json`` cannot be written.
-    """
+    """Print the report."""
     with progress("looking"), _quiet() as said:
         removed = remove_stale() if options.remove_stale_locks else []
         data = {**collect(), "removed_locks": [lock.path for lock in removed]}

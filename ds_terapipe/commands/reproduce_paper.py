@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 
 from ds_terapipe.commands.output import show
+from ds_terapipe.commands.planning.inputs import check_positive
 from ds_terapipe.commands.progress import progress
 
+HELP = "simulate the ten settings of the TeraPipe paper beside their published times"
+DESCRIPTION = (
+    "Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal "
+    "ones, and with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure "
+    "with the paper's slices is a prediction."
+)
 EXAMPLE = """\
 example:
   ds_terapipe reproduce-paper
@@ -15,15 +22,8 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "reproduce-paper",
-        help="simulate the ten settings of the TeraPipe paper beside their published times",
-        description="Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal "
-        "ones, and with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure "
-        "with the paper's slices is a prediction.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument(
         "--uncalibrated", action="store_true", help="take the rates of the datasheets, without calibration"
     )
@@ -34,15 +34,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
         metavar="TOKENS",
         help="divisor of the lengths of our best slices (default: %(default)s, as in the paper)",
     )
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print published and simulated times.
-
-    Raises:
-        ConfigError: a granularity that is no positive number. CommandError: the file of ``--json`` cannot be written.
-    """
+    """Print published and simulated times."""
+    check_positive(options, ("granularity",))
     from ds_terapipe.plan.paper.predicted import reproduce
 
     with progress("simulating the paper's settings"):

@@ -12,10 +12,15 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.output import show
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import SAME_LOSS
 
+HELP = "run a launch with our keys and without, and compare the losses"
+DESCRIPTION = (
+    "Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare "
+    "the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data."
+)
 EXAMPLE = """\
 example:
   ds_terapipe same-loss -- deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
@@ -23,33 +28,22 @@ example:
 _SHOWN = 30  # lines of a launch that failed
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "same-loss",
-        help="run a launch with our keys and without, and compare the losses",
-        description="Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare "
-        "the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of each run (default: 10)")
     parser.add_argument(
         "--most", type=float, default=1e-3, metavar="SHARE", help="largest relative difference (default: 0.001)"
     )
     parser.add_argument("launch", nargs="+", metavar="-- COMMAND", help="command of the launch")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the losses of both runs and their differences.
-
-    Raises:
-        CommandError: a run failed or trained no step, or the losses differ by more than ``--most``.
-    """
+    """Print the losses of both runs and their differences."""
     if options.steps < 1:
-        raise CommandError(f"--steps: got {options.steps}, must be a positive number, use e.g. 10")
+        raise ConfigError(f"--steps: got {options.steps}, must be a positive number, use e.g. 10")
     ours, plain = (_losses(options.launch, options.steps, keys) for keys in (True, False))
     if len(ours) != len(plain):
-        raise CommandError(f"got {len(ours)} steps with our keys and {len(plain)} without, must be as many")
+        raise ConfigError(f"got {len(ours)} steps with our keys and {len(plain)} without, must be as many")
     rows = [(a, b, abs(a - b) / abs(b) if b else abs(a - b)) for a, b in zip(ours, plain, strict=True)]
     largest = max(difference for *_, difference in rows)
     lines = [f"{'step':>4} {'with':>14} {'without':>14} {'difference':>11}"]
@@ -57,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     lines.append(f"largest relative difference of {len(rows)} steps: {largest:.1e}")
     show(options, "\n".join(lines), {"with": ours, "without": plain, "largest": largest})
     if not largest <= options.most:  # a NaN, too
-        raise CommandError(f"the losses differ by {largest:.1e}, must be at most {options.most:g} (--most)")
+        raise ConfigError(f"the losses differ by {largest:.1e}, must be at most {options.most:g} (--most)")
 
 
 def _losses(launch: Sequence[str], steps: int, keys: bool) -> list[float]:
@@ -71,11 +65,11 @@ def _losses(launch: Sequence[str], steps: int, keys: bool) -> list[float]:
             try:
                 code = subprocess.run(launch, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
             except OSError as error:
-                raise CommandError(f"cannot start {launch[0]} ({error.strerror or error})") from error
+                raise ConfigError(f"cannot start {launch[0]} ({error.strerror or error})") from error
         found = [float(line) for line in path.read_text().split()] if path.exists() else []
         if code or not found:
             print(*output.read_text(errors="replace").splitlines()[-_SHOWN:], sep="\n", file=sys.stderr)
-            raise CommandError(
+            raise ConfigError(
                 f"the run {name} ended with {code} after {len(found)} steps, must train {steps}, see above"
             )
         return found

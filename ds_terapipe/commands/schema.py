@@ -18,6 +18,11 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.docstrings import entries, summary
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
 
+HELP = "print the JSON schema of our keys in ds_config.json, for editors"
+DESCRIPTION = (
+    "Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no "
+    "rules between keys: a training checks them at its start."
+)
 EXAMPLE = """\
 example:
   ds_terapipe schema                                        print the schema
@@ -27,24 +32,13 @@ VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url"
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "schema",
-        help="print the JSON schema of our keys in ds_config.json, for editors",
-        description="Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no "
-        "rules between keys: a training checks them at its start.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument("--output", metavar="FILE", help="write the schema to a file, and print nothing")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the schema, or write it.
-
-    Raises:
-        CommandError: the file cannot be written.
-    """
+    """Print the schema, or write it."""
     text = json.dumps(schema(), indent=2)
     if not options.output:
         print(text)

@@ -6,18 +6,10 @@ import argparse
 import re
 from typing import Any
 
-from ds_terapipe.commands.output import show
+from ds_terapipe.commands.output import show, write_text, writing
 from ds_terapipe.commands.planning.alternatives import chunks_of, panel
 from ds_terapipe.commands.planning.compare import compare
-from ds_terapipe.commands.planning.inputs import (
-    AUTO,
-    Inputs,
-    add_inputs,
-    choose_plan,
-    shown_time,
-    unwritable,
-    write_text,
-)
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, add_inputs, choose_plan, shown_time
 from ds_terapipe.commands.planning.several import read_placed
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
@@ -28,6 +20,11 @@ from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.schedule.orders import INTERLEAVED
 from ds_terapipe.tracing.chrome import events_of, write
 
+HELP = "time, draw and compare schedules"
+DESCRIPTION = (
+    "Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its "
+    "memory. Without costs, a sequence takes 1 forward and 2 backward on each stage."
+)
 EXAMPLE = """\
 example:
   ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         without costs
@@ -41,14 +38,8 @@ DEFAULT_SCHEDULE = "1f1b"
 _PARTS = ("busy", "idle", "fill", "imbalance", "messages")  # of a stage's time
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "simulate",
-        help="time, draw and compare schedules",
-        description="Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its "
-        "memory. Without costs, a sequence takes 1 forward and 2 backward on each stage.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     add_inputs(parser)
     parser.add_argument("--slices", metavar="N|L,L", help=f"{_RULE}: 8, or 512,512, or 128x16 (default: the best)")
     parser.add_argument("--plan", metavar="FILE", help="simulate the plan of this file")
@@ -59,15 +50,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argpar
     )
     parser.add_argument("--picture", metavar="FILE", help="draw the timeline as an SVG file")
     parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a step's time; draw it and write its trace on request.
-
-    Raises:
-        ConfigError: a file, an argument or their combination. CommandError: the file of ``--json`` cannot be written.
-    """
+    """Print a step's time; draw it and write its trace on request."""
     given = None if options.plan is None else Plan.load(options.plan)
     if given is not None and options.slices is not None:
         raise bad_value("--slices", options.slices, "absent beside --plan, which has slices", "one of the two")
@@ -163,10 +149,8 @@ def _one(
     memory = request.memory_of(schedule, slices)
     if trace is not None:
         about = {"schedule": str(schedule), "slices": list(slices), "costs": inputs.source.text}
-        try:
+        with writing("--trace", trace):
             write(trace, events_of(found.grid, found.intervals), about)
-        except OSError as error:
-            raise unwritable("--trace", trace, error) from error
     data = {
         "schedule": str(schedule),
         "slices": list(slices),

@@ -6,14 +6,19 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_terapipe.commands.errors import CommandError
-from ds_terapipe.commands.output import show
+from ds_terapipe.commands.output import show, write_text, writing
 from ds_terapipe.commands.progress import progress
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.schedule import Action, Panel, timelines_svg
 from ds_terapipe.schedule.replay import Interval
 from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
 from ds_terapipe.tracing.summary import as_table, summarise
 
+HELP = "summarise, draw and merge traces"
+DESCRIPTION = (
+    "Print each stage's time of computing, of waiting for each other stage, and its bubble. "
+    "token_pipeline.trace_path and `ds_terapipe simulate` with --trace write traces."
+)
 EXAMPLE = """\
 example:
   ds_terapipe trace trace.json                                       per stage: busy, bubble, waits
@@ -22,49 +27,36 @@ example:
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand to the parser of ``ds_terapipe``."""
-    parser = commands.add_parser(
-        "trace",
-        help="summarise, draw and merge traces",
-        description="Print each stage's time of computing, of waiting for each other stage, and its bubble. "
-        "token_pipeline.trace_path and `ds_terapipe simulate` with --trace write traces.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="Chrome trace files")
     parser.add_argument("--step", type=int, metavar="N", help="step to read (default: all; for a picture: the last)")
     parser.add_argument("--picture", metavar="FILE", help="draw the traces below each other into an SVG file")
     parser.add_argument("--merged", metavar="FILE", help="write all events into one Chrome trace file")
-    return parser
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the summary; write the picture and the merged file where asked.
-
-    Raises:
-        CommandError: no such step, or a file that can't be written. ConfigError: a broken trace file.
-    """
+    """Print the summary; write the picture and the merged file where asked."""
     with progress("reading"):
         runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
     with progress("summarising"):
         lines = [line for _, events in runs for line in summarise(events)]
-    try:
-        with progress("writing"):
-            if options.merged:
+    with progress("writing"):
+        if options.merged:
+            with writing("--merged", options.merged):
                 write(options.merged, [event for _, events in runs for event in events])
-            if options.picture:
-                panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
-                Path(options.picture).write_text(timelines_svg(panels), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename} ({error.strerror or error})") from error
+        if options.picture:
+            panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
+            write_text("--picture", options.picture, timelines_svg(panels))
     show(options, as_table(lines), {"stages": [line._asdict() for line in lines]})
 
 
 def _chosen(name: str, events: list[Event], step: int | None) -> list[Event]:
     steps = sorted({event.step for event in events})
     if step is not None and step not in steps and any(event.run == "measured" for event in events):
-        raise CommandError(f"--step: got {step}, {name} has steps {', '.join(map(str, steps)) or 'none'}")
+        raise ConfigError(f"--step: got {step}, {name} has steps {', '.join(map(str, steps)) or 'none'}")
     if not any(event.action for event in events):
-        raise CommandError(f"{name}: has no actions in it, must be a trace of at least one step")
+        raise ConfigError(f"{name}: has no actions in it, must be a trace of at least one step")
     return [event for event in events if step is None or event.step == step or event.run != "measured"]
 
 

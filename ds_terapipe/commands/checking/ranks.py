@@ -15,7 +15,7 @@ from typing import Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.commands.checking.rank import Report, ScriptEnded, Signature, Task, check_rank
-from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.errors import ConfigError
 
 _PRELOADED = [
     "torch",
@@ -35,7 +35,7 @@ def check_launch(task: Task) -> list[Report]:
     tensor-parallel ranks the first is built, of the first stage also the last one.
 
     Raises:
-        CommandError: the launch's error, or the script's.
+        ConfigError: the launch's error, or the script's.
     """
     context = _forkserver(task.script[0])
     first = _checked(context, replace(task, signs=True))
@@ -65,7 +65,7 @@ def _forkserver(script: str) -> Any:
     try:
         text = Path(script).read_text(encoding="utf-8", errors="replace")
     except OSError as problem:
-        raise CommandError(
+        raise ConfigError(
             f"{script}: cannot be read ({problem.strerror or problem}), must be the script of the launch"
         ) from problem
     context.set_forkserver_preload(
@@ -75,7 +75,7 @@ def _forkserver(script: str) -> Any:
 
 
 def _checked(context: Any, task: Task) -> Report:
-    """Return a rank's report. Raises CommandError with the error of the launch."""
+    """Return a rank's report. Raises ConfigError with the error of the launch."""
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", suffix=".log", encoding="utf-8", errors="replace") as log:
         process = context.Process(target=_in_process, args=(task, sender, log.name), daemon=True)
@@ -91,7 +91,7 @@ def _checked(context: Any, task: Task) -> Report:
     if kind == "report":
         report: Report = result
         return report
-    raise CommandError(f"rank {task.rank} of {task.world}: {result or _last_lines(said)}")
+    raise ConfigError(f"rank {task.rank} of {task.world}: {result or _last_lines(said)}")
 
 
 def _in_process(task: Task, sender: Connection, log: str) -> None:

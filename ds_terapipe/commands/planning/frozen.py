@@ -41,7 +41,7 @@ def plan_frozen(options: argparse.Namespace) -> None:
     """Print a table for each number of ``--frozen``.
 
     Raises:
-        ConfigError: a file, an argument or their combination; costs that do not know single layers. CommandError: the file of
+        ConfigError: a file, an argument or their combination; costs that do not know single layers. ConfigError: the file of
             ``--json`` cannot be written.
     """
     numbers = _numbers(options.frozen)

@@ -9,7 +9,6 @@ import argparse
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
@@ -378,21 +377,6 @@ class _Given(NamedTuple):
             self.notes.append(
                 "--tensor-parallel and --data-parallel are not used: without --model nothing is known about them"
             )
-
-
-def write_text(argument: str, path: str, text: str) -> None:
-    """Write a file that an argument names. Raises ConfigError where it cannot be written."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(argument, path, error) from error
-
-
-def unwritable(argument: str, path: str, error: OSError) -> ConfigError:
-    """The error for a file that cannot be written."""
-    return ConfigError(
-        f"{argument}: cannot write {path} ({error.strerror or error}), must be in a directory that you may write to"
-    )
 
 
 def shown_time(units: bool) -> Callable[[float], str]:

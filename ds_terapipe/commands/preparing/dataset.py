@@ -10,9 +10,9 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.preparing.texts import Piece, Reader
 from ds_terapipe.commands.preparing.workers import in_order
+from ds_terapipe.errors import ConfigError
 
 TELL_AFTER_S = TELL_EVERY_S = 5.0
 
@@ -24,7 +24,7 @@ def write_dataset(reader: Reader, pieces: Sequence[Piece], workers: int, prefix:
         Numbers of documents and tokens, ends of documents included.
 
     Raises:
-        CommandError: no megatron-core, no document, an input that is not as it must be, or nowhere to write.
+        ConfigError: no megatron-core, no document, an input that is not as it must be, or nowhere to write.
     """
     from tqdm import tqdm
 
@@ -54,7 +54,7 @@ def write_dataset(reader: Reader, pieces: Sequence[Piece], workers: int, prefix:
                 told.update(piece.size)
             if not documents:
                 files = len({piece.path for piece in pieces})
-                raise CommandError(f"--input: none of {files} files has text in it, use text files")
+                raise ConfigError(f"--input: none of {files} files has text in it, use text files")
             builder.finalize(idx_path)
     return documents, tokens
 
@@ -65,7 +65,7 @@ def _indexed_dataset_builder() -> type:
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     except ImportError as error:
-        raise CommandError(f"megatron-core is missing ({error}): pip install ds_terapipe[megatron]") from error
+        raise ConfigError(f"megatron-core is missing ({error}): pip install ds_terapipe[megatron]") from error
     builder: type = IndexedDatasetBuilder
     return builder
 
@@ -93,9 +93,7 @@ def both_or_neither(prefix: str) -> Iterator[tuple[str, str]]:
             os.replace(source, target)
         _sync(folder)
     except OSError as error:
-        raise CommandError(
-            f"--output-prefix: cannot write {prefix}.bin and .idx ({error.strerror or error})"
-        ) from error
+        raise ConfigError(f"--output-prefix: cannot write {prefix}.bin and .idx ({error.strerror or error})") from error
     finally:
         for source in temporary:
             if os.path.exists(source):

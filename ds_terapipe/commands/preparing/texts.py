@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from ds_terapipe.commands.errors import CommandError
 from ds_terapipe.commands.preparing.tokens import Encoding, short
+from ds_terapipe.errors import ConfigError
 
 PIECE = 4 << 20  # bytes of lines that a worker reads at once
 
@@ -56,7 +56,7 @@ class Reader:
         """The tokens of a piece.
 
         Raises:
-            CommandError: a file that cannot be read, or a line that is not as it must be.
+            ConfigError: a file that cannot be read, or a line that is not as it must be.
         """
         try:
             texts = list(self._lines(piece)) if piece.json_lines else self._whole(piece.path)
@@ -76,7 +76,7 @@ class Reader:
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                raise CommandError(
+                raise ConfigError(
                     f"--input: got {_place(path, error.start)}, no UTF-8, must be for --tokenizer, use e.g. iconv"
                 ) from error
         return [text]
@@ -102,20 +102,20 @@ class Reader:
             if not isinstance(found.get(key), str):
                 has = "no text" if key in found else "no key"
                 others = [name for name, value in found.items() if isinstance(value, str)]
-                raise CommandError(
+                raise ConfigError(
                     f"--json-keys: got {key}, {has} of {place()}, must be a text of each line, "
                     f"use e.g. {' '.join(others) or 'another file'}"
                 )
             try:
                 yield found[key].encode()
             except UnicodeEncodeError as error:
-                raise CommandError(
+                raise ConfigError(
                     f"--input: got {place()}, half a surrogate pair in {key}, must be Unicode, use e.g. U+FFFD"
                 ) from error
 
 
-def _no_object(got: str) -> CommandError:
-    return CommandError(f'--input: got {got}, must be an object of JSON, use e.g. {{"text": "..."}}')
+def _no_object(got: str) -> ConfigError:
+    return ConfigError(f'--input: got {got}, must be an object of JSON, use e.g. {{"text": "..."}}')
 
 
 def _place(path: Path, begin: int) -> str:
@@ -132,7 +132,7 @@ def pieces_of(files: Sequence[Path]) -> list[Piece]:
     """Return the pieces of these files, in their order.
 
     Raises:
-        CommandError: a file that cannot be read.
+        ConfigError: a file that cannot be read.
     """
     pieces = []
     for path in files:
@@ -163,6 +163,6 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def unreadable(path: Path, error: OSError) -> CommandError:
+def unreadable(path: Path, error: OSError) -> ConfigError:
     """The error for a file that cannot be read."""
-    return CommandError(f"--input: cannot read {path} ({error.strerror or error})")
+    return ConfigError(f"--input: cannot read {path} ({error.strerror or error})")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.errors import ConfigError
 
 END_OF_DOCUMENT = 256
 BYTE_VOCABULARY = 257
@@ -68,7 +68,7 @@ class Encoding:
             message = (
                 f"--tokenizer: got {self.tokenizer} ({short(error)}), must have tokens for every text, use another one"
             )
-            raise CommandError(message) from error
+            raise ConfigError(message) from error
         return [numpy.array(found.ids, dtype=self.dtype) for found in encoded]
 
 
@@ -91,16 +91,16 @@ def encoding_of(tokenizer: str | None, sentences: bool, append_eod: str | None) 
         append_eod: token that ends a document; "" takes the ``eos_token`` beside the tokenizer, None none.
 
     Raises:
-        CommandError: the tokenizer cannot be read or has no such token, or an end is asked for where there is none.
+        ConfigError: the tokenizer cannot be read or has no such token, or an end is asked for where there is none.
     """
     if append_eod is not None and sentences:
-        raise CommandError("--append-eod: got it beside --split-sentences, must be without, use one of them")
+        raise ConfigError("--append-eod: got it beside --split-sentences, must be without, use one of them")
     if tokenizer is None:
         if append_eod:
             message = (
                 f'--append-eod: got "{append_eod}", must be a token of --tokenizer, use it without a token for bytes'
             )
-            raise CommandError(message)
+            raise ConfigError(message)
         return Encoding(SENTENCE_VOCABULARY, None, True) if sentences else Encoding(BYTE_VOCABULARY, END_OF_DOCUMENT)
     ids = load(tokenizer).get_vocab(with_added_tokens=True)
     end = None if append_eod is None else _end(append_eod or _eos_token(tokenizer), ids, tokenizer)
@@ -112,16 +112,16 @@ def load(file: str) -> Any:
     """Read a tokenizer, which then neither cuts nor pads, whatever its file says.
 
     Raises:
-        CommandError: no package ``tokenizers``, or the file is none of its.
+        ConfigError: no package ``tokenizers``, or the file is none of its.
     """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise CommandError(f"tokenizers is missing ({error}): pip install ds_terapipe[hf]") from error
+        raise ConfigError(f"tokenizers is missing ({error}): pip install ds_terapipe[hf]") from error
     try:
         found = Tokenizer.from_file(file)
     except Exception as error:  # the package raises no other class
-        raise CommandError(
+        raise ConfigError(
             f"--tokenizer: got {file} ({short(error)}), must be a file of tokenizers, use tokenizer.json"
         ) from error
     found.no_truncation()
@@ -131,7 +131,7 @@ def load(file: str) -> Any:
 
 def _end(token: str, ids: dict[str, int], tokenizer: str) -> int:
     if token not in ids:
-        raise CommandError(
+        raise ConfigError(
             f'--append-eod: got "{token}", must be a token of {tokenizer}, use e.g. --append-eod "<|endoftext|>"'
         )
     return ids[token]

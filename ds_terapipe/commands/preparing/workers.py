@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-from ds_terapipe.commands.errors import CommandError
+from ds_terapipe.errors import ConfigError
 
 AHEAD = 4  # tasks that each worker may be ahead of the first result that is not there: a bound of memory
 Task = TypeVar("Task")
@@ -23,7 +23,7 @@ def in_order(function: Callable[[Task], Result], tasks: Iterable[Task], workers:
     """The results of all tasks; one worker is this process.
 
     Raises:
-        CommandError: a worker has died.
+        ConfigError: a worker has died.
     """
     if workers == 1:
         yield from map(function, tasks)
@@ -37,7 +37,7 @@ def in_order(function: Callable[[Task], Result], tasks: Iterable[Task], workers:
                 yield waiting.popleft().result()
         yield from (future.result() for future in waiting)
     except BrokenProcessPool as error:
-        raise CommandError(
+        raise ConfigError(
             f"--workers: got {workers}, of which one was killed (no memory?), must fit, use fewer"
         ) from error
     finally:
