@@ -15,14 +15,14 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
-from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, check_stages, gigabytes, memory_use
+from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, gigabytes, memory_use
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import even
-from ds_terapipe.schedule import Placement, Schedule, choices, names_on
+from ds_terapipe.schedule import Placement, Schedule, names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
@@ -81,7 +81,7 @@ class Request:
 
     def times(self, cost: Cost) -> StepTimes:
         """Return the step times with these costs."""
-        return StepTimes(cost, self.stages, self.micro_batches, self.weights_once, self.placement)
+        return StepTimes(cost, self.where, self.micro_batches, self.weights_once)
 
     def memory_of(self, schedule: str | Schedule, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
         """Return the peak of each place with these slices; empty where memory is not known."""
@@ -109,10 +109,13 @@ def choose(cost: Cost, request: Request) -> Plan:
         request: the request.
 
     Raises:
-        ConfigError: a value that breaks its rule, a sequence longer than the costs reach, or no plan fits into the memory: the
-            message says what would.
+        ConfigError: a sequence that the costs do not know, or no plan fits into the memory: the message says what would.
     """
-    _check(cost, request)
+    if request.seq_length > cost.max_length:
+        raise bad_value(
+            "sequence length", request.seq_length, f"within what was measured, {cost.max_length} tokens",
+            "a measurement of this length",
+        )  # fmt: skip
     times = request.times(cost)
     slicings = sorted(set(_candidates(cost, request)), key=lambda lengths: (times.bound(lengths), lengths))
     if not slicings:
@@ -169,7 +172,7 @@ def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...
 def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
     """Lengths of slices to try, whatever the schedule."""
     total, least = request.seq_length, request.least
-    cuts = Cuts.of(total, request.granularity, least, request.max_slice)
+    cuts = Cuts(total, request.granularity, least, request.max_slice)
     for count in range(1, min(_EQUAL, total // least) + 1):
         lengths = even(total, count)
         if request.allows(lengths):
@@ -226,16 +229,3 @@ def _too_large(request: Request, timed: Sequence[Candidate]) -> ConfigError:
         f"{row_word(request.where)} {fullest} takes with the thriftiest plan, {Option(schedule, lengths, 0.0).name} "
         f"({compact(lengths)} tokens), use {need:g}, a smaller micro-batch or more stages"
     )
-
-
-def _check(cost: Cost, request: Request) -> None:
-    if request.schedule not in ("auto", *choices()):
-        known = " or ".join(f'"{name}"' for name in ("auto", *names_on(request.where)))
-        raise bad_value("schedule", request.schedule, known, '"auto"')
-    if request.seq_length > cost.max_length:
-        raise bad_value(
-            "sequence length", request.seq_length, f"within what was measured, {cost.max_length} tokens",
-            "a measurement of this length",
-        )  # fmt: skip
-    if request.memory is not None:
-        check_stages(request.memory, request.stages)

@@ -17,6 +17,7 @@ from ds_terapipe.schedule import (
     Placement,
     Schedule,
     Simulation,
+    as_placement,
     complete,
     covered_slices,
     dependencies,
@@ -60,27 +61,15 @@ class StepTimes:
 
     Args:
         cost: of micro-batches of one size.
-        stages: number of stages.
+        stages: their placement, or how many there are, each on a place of its own.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch where it is cut, as the engine's grids have it.
-        placement: of so many stages; None: one on each place.
-
-    Raises:
-        ValueError: a placement of another number of stages.
     """
 
-    def __init__(
-        self,
-        cost: Cost,
-        stages: int,
-        micro_batches: int,
-        weights_once: bool = False,
-        placement: Placement | None = None,
-    ) -> None:
-        self.cost, self.stages, self.micro_batches, self.weights_once = cost, stages, micro_batches, weights_once
-        self.placement = Placement.plain(stages) if placement is None else placement
-        if len(self.placement.stages) != stages:
-            raise ValueError(f"placement: got {len(self.placement.stages)} stages, must be the pipeline's {stages}")
+    def __init__(self, cost: Cost, stages: int | Placement, micro_batches: int, weights_once: bool = False) -> None:
+        self.cost, self.micro_batches, self.weights_once = cost, micro_batches, weights_once
+        self.placement = as_placement(stages)
+        self.stages = len(self.placement.stages)
         self._slices: dict[tuple[int, ...], SliceSeconds] = {}
 
     def grid(self, schedule: str | Schedule, slices: int) -> Grid:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.schedule import Placement, as_placement
 
@@ -33,13 +32,13 @@ class Cuts(NamedTuple):
 
     Attributes:
         total: tokens of the sequence.
-        quantum: tokens of a quantum; the last slice takes what remains.
-        least: quanta of the shortest slice that is allowed.
+        quantum: tokens of a quantum; every slice but the last is a multiple of it, the last one takes what remains.
+        least: tokens of the shortest slice that is allowed, at most ``total``.
         most: tokens of the longest one, None without limit.
     """
 
     total: int
-    quantum: int
+    quantum: int = 8
     least: int = 1
     most: int | None = None
 
@@ -52,28 +51,6 @@ class Cuts(NamedTuple):
         """Convert slices of so many quanta to tokens."""
         tokens = [count * self.quantum for count in counts]
         return (*tokens[:-1], self.total - sum(tokens[:-1]))
-
-    @classmethod
-    def of(cls, total: int, granularity: int = 8, min_length: int = 1, max_length: int | None = None) -> Cuts:
-        """The cuts of a sequence.
-
-        Args:
-            total: its length in tokens.
-            granularity: every slice but the last is a multiple of it.
-            min_length: of a slice, in tokens.
-            max_length: of a slice, in tokens; None: the sequence.
-
-        Raises:
-            ConfigError: a value that is not positive, or a sequence shorter than the shortest slice.
-        """
-        for key, value in (("granularity", granularity), ("min_length", min_length)):
-            if value < 1:
-                raise bad_value(key, value, "a positive number of tokens", "e.g. 8")
-        if total < max(min_length, 1):
-            raise bad_value(
-                "sequence length", total, f"at least the shortest slice, {min_length} tokens", "longer ones"
-            )
-        return cls(total, granularity, -(-min_length // granularity), max_length)
 
 
 class Cut(NamedTuple):
@@ -98,7 +75,7 @@ def slice_times(cost: Cost, stages: int | Placement, cuts: Cuts) -> Times:
     n = cuts.quanta
     start, count = np.nonzero(np.add.outer(np.arange(n), np.arange(1, n + 1)) <= n)
     count = count + 1
-    allowed = (count >= cuts.least) | (count == n)
+    allowed = (count * cuts.quantum >= cuts.least) | (count == n)
     start, count = start[allowed], count[allowed]
     context = (start * cuts.quantum).astype(float)
     length = np.where(start + count == n, cuts.total - context, count * float(cuts.quantum))
@@ -132,7 +109,7 @@ def best_cut(times: Times, weight: float) -> Cut:
     """The cut with the least ``sum of times + weight * slowest time``: TeraPipe's optimum, exactly.
 
     Args:
-        times: see `slice_times`.
+        times: see `slice_times`; a cut is allowed.
         weight: (stages - 1) / micro-batches. K stages that run B micro-batches take B sum t + (K - 1) max t.
     """
 
@@ -140,10 +117,7 @@ def best_cut(times: Times, weight: float) -> Cut:
         return cut.total + weight * cut.slowest
 
     best = current = _least_sum(times, math.inf)
-    if best is None:
-        raise ConfigError(
-            "slices: got no cut whose slices are neither too short nor too long, must be one, use a smaller granularity"
-        )
+    assert best is not None, "no slice is allowed"
     # a good cut early makes the walk short; what these probes miss, the walk finds
     bound = best.slowest
     for _ in range(16):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import bad_value
 
 
 class Partition(NamedTuple):
@@ -44,12 +44,8 @@ def partition(layer_seconds: Sequence[float], stages: int) -> Partition:
 
     Args:
         layer_seconds: forward and backward of each layer, in order.
-        stages: number of stages.
-
-    Raises:
-        ConfigError: more stages than layers, or a time that is none.
+        stages: number of stages, from 1 to that of layers.
     """
-    _check(layer_seconds, stages)
     seconds = _prefix_sums(layer_seconds)
     slowest = np.full(len(seconds), np.inf)
     slowest[0] = 0.0
@@ -136,11 +132,3 @@ def _prefix_sums(layer_seconds: Sequence[float]) -> np.ndarray[tuple[int, int], 
     sums = np.concatenate([[0.0], np.cumsum(layer_seconds)])
     ahead = np.arange(len(sums))[:, None] < np.arange(len(sums))[None, :]
     return np.where(ahead, sums[None, :] - sums[:, None], np.inf)
-
-
-def _check(layer_seconds: Sequence[float], stages: int) -> None:
-    if stages < 1 or stages > len(layer_seconds):
-        raise bad_value("stages", stages, f"from 1 to the number of layers, {len(layer_seconds)}", "fewer stages")
-    for index, seconds in enumerate(layer_seconds):
-        if not (np.isfinite(seconds) and seconds >= 0):
-            raise ConfigError(f"layer {index}: got {seconds} s, must be a time, measure again")

@@ -76,7 +76,7 @@ def times_of(case: Case, places: int, sequences: int) -> StepTimes:
     placement = placed(case.placement, places)
     stages = len(placement.stages)
     cost = SleepCost([places / stages] * stages, weights=PER_TOKEN)
-    return StepTimes(cost, stages, sequences, weights_once=True, placement=placement)
+    return StepTimes(cost, placement, sequences, weights_once=True)
 
 
 def sleep_until(moment: float) -> None:

@@ -19,7 +19,7 @@ from ds_terapipe.plan.paper.published import CALIBRATED, figures
 PUBLISHED = figures()
 KNOWN = CLUSTERS["p3.16xlarge"]
 MIDDLE = np.log([known.middle for known in KNOWN.ranges.values()])
-WIDTHS = np.array([known.width for known in KNOWN.ranges.values()])
+WIDTHS = np.array([np.log(known.high / known.low) / 2 for known in KNOWN.ranges.values()])  # of the logarithms
 NOISE = 0.05  # relative error expected of a time: scatter of the measurement, and what the formula leaves out
 
 

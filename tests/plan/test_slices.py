@@ -70,7 +70,7 @@ def test_even_cuts_have_the_least_squares_for_each_number(times, most):
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 40))
 def test_lengths_keep_the_rules(total, granularity, least):
     total = max(total, least)
-    cuts = Cuts.of(total, granularity, least)
+    cuts = Cuts(total, granularity, least)
     lengths = cuts.lengths(best_cut(slice_times(ExampleCost([1.0]), 1, cuts), 20.0).counts)
     assert sum(lengths) == total and min(lengths) >= least
     assert all(length % granularity == 0 for length in lengths[:-1])

@@ -30,11 +30,6 @@ class Range(NamedTuple):
     def middle(self) -> float:
         return math.sqrt(self.low * self.high)
 
-    @property
-    def width(self) -> float:
-        """Standard deviation of the rate's logarithm."""
-        return math.log(self.high / self.low) / 2
-
 
 @dataclasses.dataclass(frozen=True)
 class Rates:

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
 from ds_terapipe.plan.files import Fields
 from ds_terapipe.schedule import (
@@ -143,12 +142,8 @@ def memory_use(
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch (where it is cut).
         placement: of the model's stages; None: one on each place.
-
-    Raises:
-        ConfigError: a placement of another number of stages than the model's.
     """
     where = Placement.plain(len(model.stages)) if placement is None else placement
-    check_stages(model, len(where.stages))
     apart = None if weights_once and len(lengths) > 1 else ()
     grid = with_weight_gradients(order(schedule, where, [len(lengths)] * micro_batches), where, apart)
     return tuple(_peak(model, where, row, lengths) for row in grid)
@@ -194,14 +189,6 @@ def _line(x: Sequence[float], y: Sequence[float], z: Sequence[float]) -> tuple[f
     both = np.array([x, y if len(set(x)) > 1 else [0.0] * len(x)]).T
     a, b = nonnegative_least_squares(both, np.array(z))
     return float(a), float(b)
-
-
-def check_stages(model: MemoryModel, stages: int) -> None:
-    """Raise ConfigError if the model does not have so many stages."""
-    if len(model.stages) != stages:
-        raise ConfigError(
-            f"memory: got {len(model.stages)} stages, must be the pipeline's {stages}, use the memory of each stage"
-        )
 
 
 def gigabytes(bytes_: float) -> float:

@@ -146,7 +146,7 @@ def best_slices(figure: Figure, rates: Rates, granularity: int) -> tuple[float, 
     TeraPipe's dynamic programme takes forward and backward of a slice together. A step has a slowest forward and a slowest
     backward, which may be of different slices, so the paper's own slices can win by a hair: then they are the best.
     """
-    cuts = Cuts.of(figure.seq_length, granularity)
+    cuts = Cuts(figure.seq_length, granularity)
     # All stages are equal, so one of them says what a slice costs.
     times = slice_times(layout_cost(figure.setting, rates), 1, cuts)
     slices = cuts.lengths(best_cut(times, (figure.setting.stages - 1) / figure.sequences).counts)
