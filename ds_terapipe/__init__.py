@@ -24,17 +24,7 @@ _PUBLIC = {
     "initialize": "register",
     "register": "register",
 }
-__all__ = [
-    "ConfigError",
-    "Documents",
-    "FusedLamb",
-    "Span",
-    "TokenPipelineConfig",
-    "TokenPipelineEngine",
-    "current_span",
-    "initialize",
-    "register",
-]
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,17 +10,3 @@ from ds_terapipe.refusals.configuration import LAMB_RULES, check_checkpointing, 
 from ds_terapipe.refusals.deepspeed_keys import check_keys
 from ds_terapipe.refusals.models import check_model, check_model_class, has_own_forward
 from ds_terapipe.refusals.ranks import advise, turn_off_partitioning
-
-__all__ = [
-    "LAMB_RULES",
-    "advise",
-    "check_checkpointing",
-    "check_config",
-    "check_hardware_queue",
-    "check_keys",
-    "check_model",
-    "check_model_class",
-    "cuts",
-    "has_own_forward",
-    "turn_off_partitioning",
-]

@@ -15,22 +15,6 @@ from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from .registry import Schedule, register, schedule_named, trainable
 from .zero_bubble import ZERO_BUBBLE
 
-__all__ = [
-    "FORWARD_ONLY",
-    "INTERLEAVED",
-    "NAMES",
-    "ONE_FORWARD_ONE_BACKWARD",
-    "ZERO_BUBBLE",
-    "Schedule",
-    "choices",
-    "forward_only",
-    "names_on",
-    "order",
-    "peak_live_units",
-    "register",
-    "schedule_named",
-]
-
 for _module in iter_modules(__path__, f"{__name__}."):
     import_module(_module.name)
 
