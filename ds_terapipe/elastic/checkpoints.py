@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 
+from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.elastic.changing import Change
 from ds_terapipe.elastic.moves.masters import is_wrapped
 from ds_terapipe.elastic.moves.start import places_for
@@ -70,18 +71,7 @@ class ElasticCheckpointer(NamedCheckpointer):
             carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
         return carried
 
-    def load(
-        self,
-        engine: Any,
-        load: Callable[..., Any],
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> Any:
+    def load(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
         """Load a checkpoint, in its own shape if these processes can form it.
 
         With other processes, or a fixed shape, weights and the optimiser's state are loaded by name into the present
@@ -92,28 +82,21 @@ class ElasticCheckpointer(NamedCheckpointer):
                 No optimiser state for a trained parameter: only the frozen layers have been changed.
         """
         if engine.load_universal_checkpoint():
-            wants_optimizer = load_optimizer_states and not load_module_only
-            return self._load_universal(engine, load, load_dir, tag, load_lr_scheduler_states, wants_optimizer)
-        folder, whole = self.recover(engine, load_dir, tag), not load_module_only
-        optimizer, scheduler = load_optimizer_states and whole, load_lr_scheduler_states and whole
-        state = self._consensus.decide(lambda: read_checked(folder)) if folder is not None and whole else None
-        put_states = None
+            return self._load_universal(engine, load, given)
+        folder, state, put_states = self.recover(engine, given.load_dir, given.tag), None, None
         if folder is not None:
-            wants = wanted(engine, optimizer, scheduler, bool(load_module_strict))
+            if not given.load_module_only:
+                state = self._consensus.decide(lambda: read_checked(folder))
+            wants = wanted(engine, given)
             if state is None:
                 put_states = self.check(engine, folder, wants)
             else:
                 stays, by_name = self._check_saved(engine, folder, state, wants)
                 self._take_shape(engine, state, stays)
-                if by_name and optimizer and engine.basic_optimizer is not None:
+                if by_name and given.optimizer and engine.basic_optimizer is not None:
                     saved = self.read_named(engine, folder, state.get("optimizer") or [])
-                    put_states = partial(put, engine, saved, scheduler)
-        path, client_state = self.load_checked(
-            engine, load, load_dir, tag, load_module_strict, load_optimizer_states and put_states is None,
-            load_lr_scheduler_states, load_module_only, custom_load_fn,
-        )  # fmt: skip
-        if put_states is not None:
-            put_states()
+                    put_states = partial(put, engine, saved, given.scheduler)
+        path, client_state = self.load_checked(engine, load, given, put_states)
         self._load_state(engine, state)
         return path, _users(client_state)
 
@@ -146,43 +129,40 @@ class ElasticCheckpointer(NamedCheckpointer):
         self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
         return True, True
 
-    def _load_universal(
-        self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool
-    ) -> Any:
+    def _load_universal(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
         """Load the output of `ds_to_universal` into the present shape.
 
         Raises:
             ConfigError: on every rank; only the frozen layers may have been changed.
         """
-        universal = self.on_all(lambda: self._read_universal(engine, load_dir, tag, optimizer))
+        universal = self.on_all(lambda: self._read_universal(engine, given))
         state = universal.state
         if state is not None:
             self._take_shape(engine, state, stays=True)
         self._consensus.agree(error_of(lambda: universal.check(numbers_of(engine), untrained(engine.module))))
         zero = engine.zero_optimization()
         with groups_filled(engine, universal.folder):
-            path, client_state = self.load_checked(
-                engine, load, load_dir, tag, load_optimizer_states=zero, load_lr_scheduler_states=lr_scheduler
-            )
+            kept = LoadArguments(given.load_dir, given.tag, load_lr_scheduler_states=given.load_lr_scheduler_states)
+            path, client_state = self.load_checked(engine, load, kept._replace(load_optimizer_states=zero))
             if not zero:  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
-                engine._load_zero_checkpoint(load_dir, universal.folder.name)
+                engine._load_zero_checkpoint(given.load_dir, universal.folder.name)
         if not zero:
             engine.optimizer.update_lp_params()
         universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
         self._load_state(engine, state)
         return path, _users(client_state)
 
-    def _read_universal(self, engine: Any, load_dir: Any, tag: Any, whole: bool) -> Universal:
+    def _read_universal(self, engine: Any, given: LoadArguments) -> Universal:
         if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
             raise bad_value(
                 KEY, True, "false without bf16 or ZeRO-1, and with fp16", '"zero_optimization": {"stage": 1}'
             )
-        if not whole:
+        if not given.optimizer:
             raise ConfigError(
                 "load_checkpoint: got load_module_only or no optimizer states beside checkpoint.load_universal, must be the "
                 "whole training, use a checkpoint that is not converted"
             )
-        universal = Universal(load_dir, tag)
+        universal = Universal(given.load_dir, given.tag)
         if not (universal.folder / "zero").is_dir():
             raise ConfigError(f"{KEY}: got {universal.folder}, must be an output folder of ds_to_universal, use one")
         if universal.state is not None:

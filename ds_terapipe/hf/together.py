@@ -21,7 +21,7 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
     """
     made: list[_Made] = []
 
-    def one_line() -> None:
+    def attempt() -> None:
         try:
             made.append(make())
         except ConfigError:
@@ -32,6 +32,6 @@ def together(make: Callable[[], _Made], one_first: bool = False) -> _Made:
     job, first = Job.current(), os.environ.get("LOCAL_RANK", "0") == "0"
     with watchdog.launching(_SILENT_S, "all ranks to read or write the model"):
         if one_first:
-            job.together(lambda: one_line() if first else None)
-        job.together(lambda: None if made else one_line())
+            job.together(lambda: attempt() if first else None)
+        job.together(lambda: None if made else attempt())
     return made[0]

@@ -13,7 +13,7 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe import manifest
-from ds_terapipe.bf16_parts import load_with_parts
+from ds_terapipe.bf16_parts import LoadArguments, load_with_parts
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
@@ -213,38 +213,16 @@ class Checkpointer:
         rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
         return WholeFolder(folder, tag, rank == 0, self._consensus)
 
-    def load(
-        self,
-        engine: Any,
-        load: Callable[..., Any],
-        load_dir: Any,
-        tag: Any = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def load(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
         """Check a checkpoint's files, and load it with ``load``, which is ``PipelineEngine.load_checkpoint``.
 
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
-        folder, put = self.recover(engine, load_dir, tag), None
+        folder, put = self.recover(engine, given.load_dir, given.tag), None
         if folder is not None and not engine.load_universal_checkpoint():
-            whole = not load_module_only
-            wants = wanted(
-                engine, load_optimizer_states and whole, load_lr_scheduler_states and whole, bool(load_module_strict)
-            )
-            put = self.check(engine, folder, wants)
-        found = self.load_checked(
-            engine, load, load_dir, tag, load_module_strict, load_optimizer_states and put is None,
-            load_lr_scheduler_states, load_module_only, *args, **kwargs,
-        )  # fmt: skip
-        if put is not None:
-            put()
-        return found
+            put = self.check(engine, folder, wanted(engine, given))
+        return self.load_checked(engine, load, given, put)
 
     def check(self, engine: Any, folder: Path, wants: Wanted) -> Callable[[], None] | None:
         """Check the files that are about to be read.
@@ -257,11 +235,15 @@ class Checkpointer:
         return None
 
     def load_checked(
-        self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, *args: Any, **kw: Any
+        self, engine: Any, load: Callable[..., Any], given: LoadArguments, put: Callable[[], None] | None = None
     ) -> Any:
-        """Load a checkpoint whose files were checked; arguments and result as for :meth:`load`."""
+        """Load a checkpoint whose files were checked, as :meth:`load`; ``put``: loads the optimizer's state for DeepSpeed."""
+        if put is not None:
+            given = given._replace(load_optimizer_states=False)
         with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(engine.checkpoint_engine):
-            path, client_state = load_with_parts(engine, load, load_dir, tag, *args, **kw)
+            path, client_state = load_with_parts(engine, load, *given)
+        if put is not None:
+            put()
         follow_micro_batch(engine)
         if client_state:
             engine._slicer.load(client_state.pop(PLAN_STATE, None))

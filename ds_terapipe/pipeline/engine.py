@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
@@ -258,7 +259,7 @@ class TokenPipelineEngine(PipelineEngine):
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
         refuse_ended(self._watchdog)
-        return self._checkpointer.load(self, super().load_checkpoint, load_dir, tag, *args, **kwargs)
+        return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
 
     def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
         """Restore a checkpoint that a killed job was replacing; collective.

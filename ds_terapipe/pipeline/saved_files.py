@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.deepspeed_state import elements, elements_by_name, sizes_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Manifest
@@ -87,13 +88,14 @@ class Wanted(NamedTuple):
     placed: Mapping[str, Any] | None = None
 
 
-def wanted(engine: Any, optimizer: bool, scheduler: bool, strict: bool) -> Wanted:
-    """Return the states that an engine's ``load_checkpoint`` reads, by its arguments."""
-    states = optimizer and engine.optimizer is not None
+def wanted(engine: Any, given: LoadArguments) -> Wanted:
+    """Return the states that an engine's ``load_checkpoint`` reads."""
+    states = given.optimizer and engine.optimizer is not None
     in_parts = states and (engine.zero_optimization() or isinstance(engine.optimizer, BF16_Optimizer))
     parts = ("bf16_" if engine.bfloat16_enabled() else "") if in_parts else None
     placed = ModelChunks(engine.module).placed
-    return Wanted(states, parts, scheduler and engine.lr_scheduler is not None, strict, engine.optimizer, placed)
+    scheduler = given.scheduler and engine.lr_scheduler is not None
+    return Wanted(states, parts, scheduler, bool(given.load_module_strict), engine.optimizer, placed)
 
 
 def is_elsewhere(saved: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> bool:
