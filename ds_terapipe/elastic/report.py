@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_terapipe.elastic.changing import Changed
 from ds_terapipe.elastic.policies.resize import Shape
-from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.elastic.shapes.history import shape_text
 from ds_terapipe.pipeline.recording.report import emit
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.job import Job
 from ds_terapipe.pipeline.transport import watchdog
 

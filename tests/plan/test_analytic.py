@@ -14,7 +14,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, Cluster, Model, Rates, load_cluster, load_model
 from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, StageMemory, calibrated, memory_use
-from ds_terapipe.plan.costs.parts import memory_of_parts
+from ds_terapipe.plan.parts import memory_of_parts
 from ds_terapipe.schedule import NAMES, Placement
 from tests.schedule import strategies
 

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
-from ds_terapipe.plan import improve, two_stages
+from ds_terapipe.plan import improve
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.parts import advice_on_two_stages
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Option, Plan, compact
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
@@ -276,10 +277,10 @@ def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, mi
     cost, memory = ExampleCost((1.0,) * 4, **OPTIONS), MemoryModel((StageMemory(activations=1.0, received=30.0),) * 4)
     request = Request(256, 4, micro_batches, placement=Placement.plain(4, boundaries), memory=memory, memory_gb=room)
     plan = choose(cost, request)
-    found = two_stages.advice(cost, request, plan)
+    found = advice_on_two_stages(cost, request, plan)
     assert use in found and bool(use) == bool(found), (found, max(use.total for use in plan.memory))
     request, plan = (dataclasses.replace(each, **{key: 1e3}) for each, key in ((request, "overhead_s"), (plan, "step_s")))
-    assert two_stages.advice(cost, request, plan) == ""  # no order saves of what follows the last action
+    assert advice_on_two_stages(cost, request, plan) == ""  # no order saves of what follows the last action
 
 
 def placed(placement=DIVIDED):

@@ -1,7 +1,7 @@
 """Bytes that an engine keeps from step to step, by what they are: weights, gradients, the optimiser's state.
 
 Storages are counted, each once, so that views of DeepSpeed's flat buffers count as these. It counts an engine with fake
-tensors and one that trains alike.
+tensors and one that trains alike. For an engine that fake tensors cannot build they are computed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ds_terapipe.deepspeed_state import flat_gradients
 from ds_terapipe.pipeline.storages import storage_bytes
+from ds_terapipe.plan.costs.analytic_memory import GRADIENT, OPTIMIZER, WEIGHT
 
 _DEPTH = 6  # of containers within an optimiser's attributes
+_MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1}
+_FULL = 4  # bytes of a 32-bit number
 
 
 class Kept(NamedTuple):
@@ -45,6 +48,27 @@ def kept_by(engine: Any) -> Kept:
         count = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     others = {key: size for key, size in known.items() if key not in weights and key not in gradients}
     return Kept(sum(weights.values()), count, sum(others.values()))
+
+
+def computed_kept(module: Any, config: Any, replicas: int) -> Kept:
+    """Return what a rank keeps by DeepSpeed's rules; Adam's two moments where the optimiser is not known.
+
+    Args:
+        module: a ``PipelineModule``.
+        config: the configuration as DeepSpeed has read it.
+        replicas: data-parallel ranks, which share the optimiser's state under ZeRO-1 and BF16_Optimizer.
+    """
+    count = sum(parameter.numel() for parameter in module.parameters())
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    half, bf16 = config.float16_config.enabled or config.bfloat16_config.enabled, config.bfloat16_config.enabled
+    zero = int(config.zero_optimization_stage)
+    moments = _MOMENTS.get((config.optimizer_name or "").lower(), 2)
+    shards = replicas if zero or bf16 else 1
+    if not half:
+        return Kept(_FULL * count, _FULL * trained, (moments + bool(zero)) * _FULL * trained // shards)
+    gradient = _FULL if bf16 and not zero else GRADIENT
+    state = (OPTIMIZER - 2 * _FULL + moments * _FULL) * trained / shards
+    return Kept(int(WEIGHT * count), int(gradient * trained), int(state))
 
 
 def allocate_state(optimizer: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 from torch import nn
 
 from ds_terapipe.commands.checking.building import UNFAKED, Built
-from ds_terapipe.commands.checking.bytes import allocate_state, kept_by
-from ds_terapipe.commands.checking.computed import computed_kept
+from ds_terapipe.commands.checking.bytes import allocate_state, computed_kept, kept_by
 from ds_terapipe.commands.checking.inputs import NoSample, sample_of
 from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import StageRun

@@ -19,7 +19,7 @@ from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
-from ds_terapipe.plan.costs.parts import Parts
+from ds_terapipe.plan.parts import Parts
 from ds_terapipe.schedule import Placement
 
 

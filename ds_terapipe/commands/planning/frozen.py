@@ -135,7 +135,7 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
 def _lines(table: dict[str, Any], entries: int) -> list[str]:
     """Return the lines of a table."""
     from ds_terapipe.elastic.policies.resize import Shape
-    from ds_terapipe.elastic.shapes.shape_text import shape_text
+    from ds_terapipe.elastic.shapes.history import shape_text
 
     rows = [("as launched, nothing frozen", table["launched"]), ("as launched, frozen", table["launched_frozen"])]
     rows += [(shape_text(Shape(*(each[name] for name in Shape._fields))), each) for each in table["shapes"]]

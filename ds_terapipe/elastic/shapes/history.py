@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.files import Fields
+
+if TYPE_CHECKING:
+    from ds_terapipe.elastic.policies.resize import Shape
 
 KEY = "elastic_pipeline.history_path"
 START, CHANGE, END = "start", "change", "end"
@@ -51,6 +54,14 @@ class StepShape(NamedTuple):
         """Place, first entry and the entry after the last one, of each stage."""
         places = range(self.stages) if self.places is None else self.places
         return [(place, *bounds) for place, bounds in zip(places, pairwise(self.parts), strict=True)]
+
+
+def shape_text(shape: Shape | StepShape, several: bool = False) -> str:
+    """Format a shape: ``2 stages x 1 replica (4 micro-batches of 1)``; ``several``: stages on a place."""
+    word = "place" if several or getattr(shape, "places", None) else "stage"
+    counts = ((shape.stages, word), (shape.replicas, "replica"))
+    stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
+    return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"
 
 
 class History:

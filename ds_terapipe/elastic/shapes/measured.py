@@ -19,8 +19,8 @@ import torch.distributed
 from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.policies.resize import Shape, shapes
 from ds_terapipe.elastic.shapes.costs import nbytes
+from ds_terapipe.elastic.shapes.history import shape_text
 from ds_terapipe.elastic.shapes.predict import Choice, Machine, Prediction, choose, predict
-from ds_terapipe.elastic.shapes.shape_text import shape_text
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.recording.accounting import highest_allocated

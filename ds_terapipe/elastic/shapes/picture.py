@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from ds_terapipe.elastic.shapes.history import Period
-from ds_terapipe.elastic.shapes.shape_text import shape_text
+from ds_terapipe.elastic.shapes.history import Period, shape_text
 from ds_terapipe.schedule.svg import COLOURS, DIGIT, EMPTY, GREY, INK, RIGHT, document, legend
 
 _LEFT, _TOP, _BELOW = 84, 46, 64  # margins; below the processes are the steps and the legend

@@ -9,11 +9,11 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, named
 from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
-from ds_terapipe.plan import two_stages
 from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
+from ds_terapipe.plan.parts import advice_on_two_stages
 from ds_terapipe.plan.result import Plan
 
 SEARCH_S = 10.0  # of an order, on rank 0, while the others wait;
@@ -85,7 +85,7 @@ class Planner:
 
         def chosen() -> tuple[Plan, str]:
             plan = choose(cost, request)
-            return plan, two_stages.advice(cost, request, plan)
+            return plan, advice_on_two_stages(cost, request, plan)
 
         decided: tuple[Plan, str] = self.agree(chosen)
         plan, advice = decided
