@@ -29,7 +29,6 @@ from ds_terapipe.elastic.saved.universal import (
     untrained,
 )
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import Names
@@ -113,7 +112,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         """
         topology, chunks = engine.module._topo, ModelChunks(engine.module)
         now = self._state(engine)
-        self._consensus.agree(error_of(lambda: check(state, now)))
+        self._consensus.together(lambda: check(state, now))
         same_parts = state["parts"] == now["parts"] and state["places"] == now["places"]
         movable = engine.elastic_pipeline.moves and state["places"] == [*places_for(engine, state["stages"])]
         if state["processes"] == now["processes"] and (same_parts or movable):
@@ -139,7 +138,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         state = universal.state
         if state is not None:
             self._take_shape(engine, state, stays=True)
-        self._consensus.agree(error_of(lambda: universal.check(numbers_of(engine), untrained(engine.module))))
+        self._consensus.together(lambda: universal.check(numbers_of(engine), untrained(engine.module)))
         zero = engine.zero_optimization()
         with groups_filled(engine, universal.folder):
             kept = LoadArguments(given.load_dir, given.tag, load_lr_scheduler_states=given.load_lr_scheduler_states)

@@ -151,7 +151,7 @@ class ElasticController(Controller):
     def change(self, engine: Any, change: Change, *, step: int | None) -> None:
         """Apply a change and report it; collective. ``step``: before which this is; None: before a checkpoint is read."""
         consensus, before, held = engine._consensus, engine.shape, state_bytes(engine, engine._consensus)
-        consensus.agree(error_of(lambda: check_changeable(engine)))
+        consensus.together(lambda: check_changeable(engine))
         changed = self.mover.apply(engine, change, step is not None and engine._trace.wants(step + 1))
         freed, sent = (int(sum(consensus.collect(float(each)))) for each in (changed.freed, changed.sent))
         fullest = held, state_bytes(engine, consensus)
@@ -237,7 +237,7 @@ def _open_history(engine: Any, settings: ElasticPipelineConfig) -> History | Non
         consensus.decide(lambda: check_history(path))
     if cache.enabled and cache.disk_path is not None:  # each machine checks its own disk
         key, folder = f"{cache.PATH}.disk_path", cache.disk_path
-        consensus.agree(error_of(lambda: check_writable_folder(key, folder, 'e.g. "cache/"')))
+        consensus.together(lambda: check_writable_folder(key, folder, 'e.g. "cache/"'))
     return History(path) if path is not None and engine.global_rank == 0 else None
 
 

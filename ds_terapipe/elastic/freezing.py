@@ -18,7 +18,6 @@ from ds_terapipe.elastic.policies.freezer import LOSS_RISE, LR_RESTART, Freezer,
 from ds_terapipe.elastic.policies.gradient_norms import GradientNorms
 from ds_terapipe.elastic.settings import FreezeSettings
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.parameter_groups import outside
 from ds_terapipe.pipeline.recording.report import emit
@@ -74,16 +73,15 @@ class LayerFreezing:
         Raises:
             ConfigError: on every rank, where they differ; else the policy's own error, on every rank.
         """
-        decided: list[int] = []
-        consensus.agree(error_of(lambda: decided.append(decide())))
-        said = [int(entries) for entries in consensus.collect(decided[0])]
+        decided = consensus.together(decide)
+        said = [int(entries) for entries in consensus.collect(decided)]
         rank = next((rank for rank, entries in enumerate(said) if entries != said[0]), None)
         if rank is not None:
             raise ConfigError(
                 f"elastic_pipeline.freeze.policy: got {said[rank]} entries to freeze on rank {rank} and {said[0]} on rank 0 from "
                 f"{shown(self._settings.policy)}, must be the same on all ranks, use the policy's arguments and state alone"
             )
-        return decided[0]
+        return decided
 
     def record_loss(self, loss: Tensor) -> None:
         """Add the loss of a step, without waiting for the device."""

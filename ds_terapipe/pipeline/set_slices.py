@@ -8,7 +8,6 @@ from typing import Any
 
 from ds_terapipe.config import SEVERAL_RULES, TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
-from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import check_config, check_model, cuts
 from ds_terapipe.rules import check
@@ -19,7 +18,7 @@ def set_slices(engine: Any, slices: int | Sequence[int] | str, schedule: str | N
     before, consensus = engine._token_pipeline, engine._consensus
     settings = _changed(before, slices, schedule, consensus)
     if cuts(settings.slices):
-        consensus.agree(error_of(lambda: _check_cut(engine, settings)))
+        consensus.together(lambda: _check_cut(engine, settings))
         engine._runtime.intercept()
     engine._token_pipeline = settings
     try:
@@ -56,9 +55,7 @@ def _changed(
         "slices": slices,
         "schedule": settings.schedule if schedule is None else schedule,
     }
-    made: list[TokenPipelineConfig] = []
-    consensus.agree(error_of(lambda: made.append(TokenPipelineConfig(**values))))
-    (changed,) = made
+    changed = consensus.together(lambda: TokenPipelineConfig(**values))
     said = consensus.gather((changed.slices, changed.schedule))
     for rank, theirs in zip(consensus.job.ranks, said, strict=True):
         for name, value, first in zip(("slices", "schedule"), theirs, said[0], strict=True):

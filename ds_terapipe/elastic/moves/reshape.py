@@ -44,7 +44,6 @@ from ds_terapipe.elastic.moves.transfer import (
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import bad_value
-from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks, ranges_on
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.boundary import raw
@@ -133,7 +132,7 @@ class Reshape:
         held, place = _held(self._gather()), topology.get_coord(self._rank).pipe
         entries = _entries_on(place, parts, range(len(parts) - 1) if places is None else places)
         # an error of a user's layer must not leave the others waiting
-        self._consensus.agree(error_of(lambda: self._build(held, entries)))
+        self._consensus.together(lambda: self._build(held, entries))
 
     def run(self, bucket: Bucket | None = None) -> None:
         """Change to the shape of :meth:`prepare`; collective. ``bucket``: carries what is in host memory."""

@@ -87,7 +87,7 @@ class Inspection:
                 probe_spans(total, multiple),
                 lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
             )
-            self._together(probes)
+            self.consensus.together(lambda: self._set_dims(probes))
             if self.verifies:
                 self._compare(batch)
 
@@ -161,18 +161,13 @@ class Inspection:
             'or that layer gets no gradient, use "pipeline": {"use_reentrant": false}'
         )
 
-    def _together(self, probes: dict[int, SequenceProbe]) -> None:
-        error: ConfigError | None = None
-        try:
-            for number, probe in probes.items():
-                stage = self.runtime.stages[number]
-                dims = probe.result()
-                if self._is_last(stage):
-                    check_outputs(dims.outputs)
-                stage.dims = dims
-        except ConfigError as problem:
-            error = problem
-        self.consensus.agree(error)
+    def _set_dims(self, probes: dict[int, SequenceProbe]) -> None:
+        for number, probe in probes.items():
+            stage = self.runtime.stages[number]
+            dims = probe.result()
+            if self._is_last(stage):
+                check_outputs(dims.outputs)
+            stage.dims = dims
 
     def _through_stages(
         self, batch: StepBatch, spans: tuple[Span, ...], run: Callable[[Stage, Any, Span], Any]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed
@@ -22,6 +22,7 @@ from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog
 from ds_terapipe.schedule import Placement
 
+_Made = TypeVar("_Made")
 _MOST = 2**62  # lowest value of words that no rank has given
 
 
@@ -156,6 +157,12 @@ class Consensus:
             raise error from stalled  # the others may wait for this rank in a collective of the layers
         if any_failed:
             self._agree(error)
+
+    def together(self, make: Callable[[], _Made]) -> _Made:
+        """Return the result of ``make``, or raise any rank's error of it on every rank; collective."""
+        made: list[_Made] = []
+        self.agree(error_of(lambda: made.append(make())))
+        return made[0]
 
     def decide(self, decision: Callable[[], Any]) -> Any:
         """Return the first rank's decision on every rank, or raise its error there; collective."""
