@@ -21,6 +21,7 @@ from ds_terapipe import shared_memory, tensor_files
 from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.json_files import check_writable_folder
 from ds_terapipe.manifest import Manifest
 from ds_terapipe.megatron import tasks
 from ds_terapipe.megatron.data import SampleIterator
@@ -30,7 +31,6 @@ from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import tag_of
 from ds_terapipe.pipeline.engine import TokenPipelineEngine
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled
-from ds_terapipe.plan.files import check_writable_folder
 from ds_terapipe.plan.stages import even_layers, read_layers
 
 logger = logging.getLogger("train")

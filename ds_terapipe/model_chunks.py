@@ -12,6 +12,7 @@ files of layers, which DeepSpeed numbers from the range's start, are those of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from typing import Any
 
@@ -116,9 +117,8 @@ class ModelChunks:
         found: dict[str, nn.Module] = {}
         for entry in self.entries:
             prefix = self.prefix(entry)
-            layer = self._module.get_submodule(prefix[:-1]) if self._has(prefix) else None
-            if layer is not None:
-                found[prefix] = layer
+            with suppress(AttributeError):  # a function, or elsewhere
+                found[prefix] = self._module.get_submodule(prefix[:-1])
         return found
 
     @property
@@ -135,11 +135,3 @@ class ModelChunks:
         """Return the first of ``entries``, by default those on this rank, that builds the layer of a prefix; or None."""
         entries = self.entries if entries is None else entries
         return next((entry for entry in entries if self.prefix(entry) == prefix), None)
-
-    def _has(self, prefix: str) -> bool:
-        parent: Any = self._module
-        for name in prefix[:-1].split("."):
-            if name not in parent._modules:
-                return False
-            parent = parent._modules[name]
-        return True

@@ -29,12 +29,12 @@ from ds_terapipe.elastic.saved.universal import (
     untrained,
 )
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.json_files import write_json
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
 from ds_terapipe.pipeline.checkpoints import Names
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.files import write_json
 
 if TYPE_CHECKING:
     from ds_terapipe.elastic.controller import ElasticController

@@ -31,13 +31,13 @@ from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
 from ds_terapipe.job import error_of
+from ds_terapipe.json_files import check_writable, check_writable_folder
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.files import check_writable, check_writable_folder
 from ds_terapipe.schedule import Placement
 
 

@@ -24,10 +24,10 @@ from ds_terapipe.hf.record import names_of, read_record, saved_names, write_mode
 from ds_terapipe.hf.together import together
 from ds_terapipe.hf.weights import INDEX, SINGLE
 from ds_terapipe.job import Job
+from ds_terapipe.json_files import check_writable
 from ds_terapipe.manifest import Manifest
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES
-from ds_terapipe.plan.files import check_writable
 from ds_terapipe.tensor_files import read
 
 LARGEST = 5 * 10**9  # bytes of a shard, as transformers has it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_terapipe.plan.files import Fields, is_count
+from ds_terapipe.json_files import Fields, is_count
 from ds_terapipe.schedule import Placement
 
 

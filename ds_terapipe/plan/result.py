@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.json_files import Fields, read_json, write_json
 from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
-from ds_terapipe.plan.files import Fields, read_json, write_json
 from ds_terapipe.plan.placed import placement_dict, placement_from
 from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, check_text, choices, given
 from ds_terapipe.schedule.placement import row_word

@@ -8,12 +8,12 @@ the collectives that end a step. Times in the file are microseconds, as the form
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.json_files import Fields, read_json, write_whole
 from ds_terapipe.schedule import Action, Grid
 from ds_terapipe.schedule.replay import Interval
 
@@ -100,19 +100,8 @@ def to_json(events: Iterable[Event], about: dict[str, Any] | None = None) -> dic
 
 
 def write(path: str | Path, events: Iterable[Event], about: dict[str, Any] | None = None) -> None:
-    """Write a trace file, whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(to_json(events, about)), encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Write a trace file, whole or not at all. Raises OSError where it cannot be written."""
+    write_whole(path, json.dumps(to_json(events, about)))
 
 
 def read(path: str | Path) -> list[Event]:
@@ -121,20 +110,12 @@ def read(path: str | Path) -> list[Event]:
     Raises:
         ConfigError: no such file, no JSON (a truncated file among them), not a trace of ours, or a broken event.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}), must be a trace file") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}), must be a whole trace file, write it again") from error
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise ConfigError(
-            f"{path}: traceEvents is missing, must be a list of events, use a file of token_pipeline.trace_path"
-        )
-    found = (data.get("otherData") or {}).get("format")
-    if found != FORMAT:
-        raise ConfigError(f'{path}: otherData.format: got {json.dumps(found)}, must be "{FORMAT}", write it again')
-    return [_event(path, index, raw) for index, raw in enumerate(data["traceEvents"]) if _is_complete(raw)]
+    fields = read_json(path, "a trace file")
+    events = fields.value("traceEvents")
+    if not isinstance(events, list):
+        raise fields.fail("traceEvents", "a list of events", "a file of token_pipeline.trace_path")
+    Fields(fields.block("otherData", {}), fields.path("otherData")).one_of("format", (FORMAT,))
+    return [_event(path, index, raw) for index, raw in enumerate(events) if _is_complete(raw)]
 
 
 def _is_complete(raw: Any) -> bool:

@@ -16,8 +16,8 @@ from ds_terapipe import ConfigError
 from ds_terapipe.elastic.policies.freeze import FreezePolicy
 from ds_terapipe.elastic.saved import state
 from ds_terapipe.elastic.settings import CacheSettings, DataSettings, FreezeSettings, ResizeSettings, parse
+from ds_terapipe.json_files import write_json
 from ds_terapipe.names import ELASTIC_STATE
-from ds_terapipe.plan.files import write_json
 from tests.elastic.samples import registered
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON

@@ -6,7 +6,7 @@ import argparse
 
 from ds_terapipe.commands.planning.cost_sources import Measured, Source, Units
 from ds_terapipe.errors import bad_value
-from ds_terapipe.plan.files import Fields
+from ds_terapipe.json_files import Fields
 from ds_terapipe.plan.result import Plan
 
 _AUTO = "auto"

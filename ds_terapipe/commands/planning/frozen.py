@@ -17,9 +17,9 @@ from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, check_numbers, choose_plan, read_inputs
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.commands.simulate import named_lengths
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import bad_value, named
+from ds_terapipe.json_files import read_json
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
-from ds_terapipe.plan.files import read_json
 from ds_terapipe.plan.result import compact, seconds_text
 
 if TYPE_CHECKING:
@@ -184,10 +184,8 @@ def _limit_gb(given: float | None, ds_config: str | None, inputs: Inputs) -> flo
         from ds_terapipe.elastic.settings import ELASTIC_PIPELINE, parse
 
         block = read_json(ds_config, "a DeepSpeed configuration").value(ELASTIC_PIPELINE)
-        try:
+        with named(ds_config):
             settings = None if block is None else parse({ELASTIC_PIPELINE: block})
-        except ConfigError as error:
-            raise ConfigError(f"{ds_config}: {error}") from error
         if settings is not None and settings.resize.memory_gb is not None:
             return settings.resize.memory_gb
     return inputs.source.device_gb if inputs.request.memory is not None else None

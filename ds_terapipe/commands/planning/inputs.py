@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.errors import ConfigError, bad_value, named
+from ds_terapipe.json_files import Fields, read_json
 from ds_terapipe.plan.choose import Request, choose
 from ds_terapipe.plan.costs.cost import Cost, MeasuredCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load_model
-from ds_terapipe.plan.files import Fields, read_json
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.plan.stages import even_layers, read_layers
 from ds_terapipe.schedule import choices
@@ -247,10 +247,8 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
     from ds_terapipe.config import TOKEN_PIPELINE, parse
 
     block = data.value(TOKEN_PIPELINE)
-    try:
+    with named(path):
         return data, None if block is None else parse({TOKEN_PIPELINE: block})
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 class _Given(NamedTuple):

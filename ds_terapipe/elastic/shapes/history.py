@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.plan.files import Fields
+from ds_terapipe.json_files import Fields
 
 if TYPE_CHECKING:
     from ds_terapipe.elastic.policies.resize import Shape

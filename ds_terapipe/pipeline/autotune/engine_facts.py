@@ -11,6 +11,7 @@ import torch
 
 from ds_terapipe.config import AUTO, TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.json_files import check_writable
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.meter import StepMeter
@@ -22,7 +23,6 @@ from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.plan.costs.layers import LayerSeconds
-from ds_terapipe.plan.files import check_writable
 from ds_terapipe.plan.placed import placement_dict, unlike_plain
 from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__

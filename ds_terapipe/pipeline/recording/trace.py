@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.json_files import check_writable
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.files import check_writable
 from ds_terapipe.schedule import Action
 from ds_terapipe.tracing.chrome import MEASURED, Event, write
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, named
+from ds_terapipe.json_files import Fields, read_json, write_json
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel, model_dict, model_from
-from ds_terapipe.plan.files import Fields, read_json, write_json
 from ds_terapipe.plan.placed import placement_from
 from ds_terapipe.schedule import Placement
 
@@ -295,10 +295,8 @@ def _stage(block: Fields, index: int) -> StageCost:
     longest = max(sample.length + sample.context for sample in samples)
     if weights and (max(tokens for tokens, _ in weights) < longest or min(tokens for tokens, _ in weights) < 1):
         raise block.fail("weights", f"of at least one token and up to {longest}", "a new measurement")
-    try:
+    with named(block.path("samples")):
         return StageCost(samples, weights, f"costs of stage {index}")
-    except ConfigError as error:  # it names the stage, not the file
-        raise ConfigError(f"{block.path('samples')}: {error}") from error
 
 
 def _known_slices(stages: Sequence[StageCost]) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_terapipe.plan.files import Fields, read_json
+from ds_terapipe.json_files import Fields, read_json
 
 
 class Range(NamedTuple):

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.files import Fields, is_number
+from ds_terapipe.json_files import Fields, is_number
 from ds_terapipe.plan.stages import Partition, describe, gain, partition
 
 WORTH = 0.03  # share of the slowest stage's time from which other stages are worth a line

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_terapipe.json_files import Fields
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
-from ds_terapipe.plan.files import Fields
 from ds_terapipe.schedule import (
     EVAL_SENT_KEPT,
     POSTED_AHEAD,

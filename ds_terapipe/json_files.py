@@ -182,16 +182,22 @@ def write_json(path: str | Path, data: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be written ({error.strerror}), must be in a directory that you may write to"
         ) from error
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file, whole or not at all. Raises OSError where it cannot be written."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):  # what went wrong is said already
             temporary.unlink(missing_ok=True)
