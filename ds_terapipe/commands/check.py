@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from ds_terapipe.commands.output import show
-from ds_terapipe.commands.planning.inputs import CLUSTER, SEQ_LENGTH, check_positive
+from ds_terapipe.commands.output import check_positive, show
+from ds_terapipe.commands.planning.inputs import CLUSTER, SEQ_LENGTH
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.hardware import load_cluster, load_model

@@ -1,16 +1,16 @@
-"""Output of all subcommands that print a table: ``--json FILE`` beside it."""
+"""Numbers among the arguments of subcommands, and their output: a table, ``--json FILE`` beside it, and further files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +30,14 @@ def check_json(options: argparse.Namespace) -> None:
         write_text("--json", path, "", mode="a")
         if not there:
             Path(path).unlink()
+
+
+def check_positive(options: argparse.Namespace, names: Iterable[str]) -> None:
+    """Raise ConfigError for an argument among these that is below 1."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
 
 
 def show(options: argparse.Namespace, text: str, data: Mapping[str, Any]) -> None:

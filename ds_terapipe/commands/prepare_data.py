@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_terapipe.commands.output import show
+from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.commands.preparing.dataset import write_dataset
 from ds_terapipe.commands.preparing.texts import Reader, pieces_of
 from ds_terapipe.commands.preparing.tokens import BYTE_VOCABULARY, END_OF_DOCUMENT, LONGEST_SENTENCE, encoding_of
@@ -86,10 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write ``PREFIX.bin`` and ``PREFIX.idx``, both or neither."""
-    for name, example in (("--make-vocab-size-divisible-by", 128), ("--workers", 2)):
-        number = getattr(options, name.removeprefix("--").replace("-", "_"))
-        if number < 1:
-            raise ConfigError(f"{name}: got {number}, must be a positive number, use e.g. {example}")
+    check_positive(options, ("make_vocab_size_divisible_by", "workers"))
     encoding = encoding_of(options.tokenizer, options.split_sentences, options.append_eod)
     with progress("looking for files"):
         pieces = pieces_of(find_files(options.input, options.pattern))

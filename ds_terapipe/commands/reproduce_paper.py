@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ds_terapipe.commands.output import show
-from ds_terapipe.commands.planning.inputs import check_positive
+from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.commands.progress import progress
 
 HELP = "simulate the ten settings of the TeraPipe paper beside their published times"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from ds_terapipe.commands.output import show
+from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import SAME_LOSS
 
@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the losses of both runs and their differences."""
-    if options.steps < 1:
-        raise ConfigError(f"--steps: got {options.steps}, must be a positive number, use e.g. 10")
+    check_positive(options, ("steps",))
     ours, plain = (_losses(options.launch, options.steps, keys) for keys in (True, False))
     if len(ours) != len(plain):
         raise ConfigError(f"got {len(ours)} steps with our keys and {len(plain)} without, must be as many")

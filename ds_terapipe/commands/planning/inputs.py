@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ds_terapipe.commands.output import check_positive
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
 from ds_terapipe.errors import ConfigError, bad_value, named
@@ -228,14 +229,6 @@ def check_numbers(options: argparse.Namespace) -> None:
     value = options.memory_gb
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise bad_value("--memory-gb", value, "a positive number of 1e9 bytes", "e.g. 16")
-
-
-def check_positive(options: argparse.Namespace, names: Iterable[str]) -> None:
-    """Raises ConfigError for an argument among these that is below 1."""
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise bad_value(f"--{name.replace('_', '-')}", value, "a positive number", "e.g. 8")
 
 
 def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig | None]:
