@@ -327,7 +327,7 @@ class Trainer:
     def evaluate(self) -> None:
         """Mean loss over the first ``--eval-iters`` batches of the validation data."""
         batches = self._batches(self.valid_data, consumed=0)
-        self.engine.reset_activation_shape()  # DeepSpeed's own engine sends no shapes anew, and a phase may have other ones
+        self.engine.reset_activation_shape()  # DeepSpeed's own engine sends shapes once, and a phase may have other ones
         losses = [float(self.engine.eval_batch(batches)) for _ in range(self.args.eval_iters)]
         self.engine.reset_activation_shape()
         if self.first:

@@ -32,7 +32,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold; true and false are none, nor are 400 digits of a JSON file."""
+    """Whether a value is a number that a float can hold; true and false are none, nor are 400 digits of a JSON file."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:

@@ -161,7 +161,7 @@ def check_writable(key: str, path: str | Path, use: str, what: str = "a file tha
 
 
 def check_writable_folder(key: str, path: str | Path, use: str) -> None:
-    """The same for a folder of files, which is made where it is missing."""
+    """Raise ConfigError, in the name of ``key``, for a folder that cannot be written to; it is made where it is missing."""
     _check_folder(key, path, Path(path), use, "a folder that can be written to")
 
 

@@ -41,7 +41,7 @@ def release_at_exit() -> None:
 
 
 def left_behind() -> list[Buffer]:
-    """This user's buffers that no process has mapped any more, by name."""
+    """Return this user's buffers that no process has mapped any more, by name."""
     found = []
     in_use = {path for process in _processes() for path in _mapped(process)}
     for path in sorted(FOLDER.glob(_NAMES)):

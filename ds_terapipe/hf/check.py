@@ -79,7 +79,7 @@ def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> Iterato
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same kind with few and narrow layers; heads keep their size, which rotary frequencies may list."""
+    """Return a configuration of few and narrow layers; heads keep their size, which rotary frequencies may list."""
     tiny = copy.deepcopy(config)
     tiny._attn_implementation = "eager"
     heads = config.num_attention_heads

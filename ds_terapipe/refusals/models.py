@@ -41,13 +41,13 @@ def check_model_class(model: Any, beside: str = TOKEN_PIPELINE) -> None:
 
 
 def _is_bert(model: Any) -> bool:
-    """Whether it is Megatron-LM's, megatron-core's or Hugging Face's model of that name, or has one in it."""
+    """Whether a model is a ``BertModel`` of Megatron-LM, megatron-core or Hugging Face, or has one in it."""
     inside = model.modules() if hasattr(model, "modules") else ()
     return any(type(module).__name__ == "BertModel" for module in inside)
 
 
 def _is_decoder(model: Any) -> bool:
-    """Whether it is a model of Hugging Face's with a language modelling head."""
+    """Whether a model is Hugging Face's, with a language modelling head."""
     names = [base.__name__ for base in type(model).__mro__]
     return "PreTrainedModel" in names and names[0].endswith("ForCausalLM")
 

@@ -16,7 +16,7 @@ from .replay import replay
 def with_messages(
     grid: Grid, placement: Placement | None = None, seconds: Callable[[Action], float] | None = None
 ) -> list[list[Action]]:
-    """The same computations, with the sends and receives that they need.
+    """Return a grid of computations with the sends and receives that they need.
 
     A unit's input (activation, or gradient of its output) is received right before its computation and its result sent
     right after, so each channel, that is one direction between two consecutive stages, carries units in the order in which
@@ -43,7 +43,7 @@ def with_messages(
 
 
 def complete(grid: Grid, placement: Placement | None = None) -> list[list[Action]]:
-    """The same with its messages, which an order may have put in already."""
+    """Return a grid with its messages, which an order may have put in already."""
     return [list(row) for row in grid] if has_messages(grid) else with_messages(grid, placement)
 
 
@@ -77,7 +77,7 @@ def _around(action: Action, around: Sequence[dict[Op, tuple[Op | None, Op | None
 
 
 def _sent_in_time(grid: list[list[Action]], where: Placement, seconds: Callable[[Action], float]) -> list[list[Action]]:
-    """The same with each send at the time at which the message before it is taken, if that is later than its result.
+    """Return a grid with each send at the time at which the message before it is taken, if that is later than its result.
 
     On one hardware queue a message holds all that is issued after it until it is taken
     (`hardware_queue`), e.g. of units that go around the places in groups of more than there are places. A stage that does not

@@ -200,7 +200,7 @@ def _needs(action: Action, checked: _Checked, expected: list[Op]) -> Iterator[tu
 
 
 def _check_channels(grid: Grid, where: Placement) -> None:
-    """Both ends of each channel must name the units in one order. That each unit is there once is known already."""
+    """Check that both ends of each channel name the units, of which each is there once, in one order."""
     for stage, (sender, _, _) in enumerate(where.stages):
         for op in (Op.SEND_FORWARD, Op.SEND_BACKWARD):
             sent = [(i, action) for i, action in enumerate(grid[sender]) if action.op is op and action.stage == stage]

@@ -79,7 +79,8 @@ def as_table(lines: Sequence[StageSummary]) -> str:
     ]
     for line in lines:
         waits = (
-            ", ".join(f"stage {peer} {1e3 * seconds:.1f}" for peer, seconds in sorted(line.waiting.items())) or "nobody"
+            ", ".join(f"stage {peer} {1e3 * seconds:.1f}" for peer, seconds in sorted(line.waiting.items()))
+            or "no stage"
         )
         besides = {**line.collectives, "other": line.other}
         after = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in besides.items())

@@ -54,7 +54,7 @@ class Row:
         }
 
     def as_alternative(self, plan_s: float) -> dict[str, Any]:
-        """The same, and whether it beats a plan of ``plan_s`` seconds."""
+        """Return `figures` with the row's name, and whether it beats a plan of ``plan_s`` seconds."""
         return {"kind": self.kind, "name": self.name, **self.figures(), "beats_slices": self.beats(plan_s)}
 
     def beats(self, plan_s: float) -> bool:

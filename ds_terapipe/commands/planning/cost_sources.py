@@ -97,7 +97,7 @@ class Analytic:
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """The same for a plan's file."""
+        """Return the model, its devices and their rates, for a plan's file."""
         return {
             "costs": "analytic",
             "model": self.model.name,
@@ -136,7 +136,7 @@ class Analytic:
         return dataclasses.replace(found, stages=tuple(stages))
 
     def with_layout(self, layers: tuple[int, ...], tensor_parallel: int | None = None) -> Analytic:
-        """The same model, divided in another way."""
+        """Return the costs of the model in other stages, and with other tensor parallelism if given."""
         return dataclasses.replace(self, layers=layers, tensor_parallel=tensor_parallel or self.tensor_parallel)
 
     def layer_seconds(self, sequences: int, lengths: tuple[int, ...]) -> list[float]:

@@ -346,7 +346,7 @@ class _Queue:
         self._done = min(self._done + 1, len(self._tokens) - 1)
 
     def let_go(self, unit: Unit) -> None:
-        """This one and all before it are with the other stage for certain."""
+        """Count a unit and all before it as received by the other stage."""
         self._gone = max(self._gone, self._index.get(unit, -1) + 1)
 
     def ahead(self, count: int) -> int:
