@@ -1,6 +1,6 @@
 """Run one function in several gloo processes on this machine and collect what each rank returned or raised.
 
-:func:`launch`, :func:`run_ranks` and :func:`launched` are for functions that come to an end. :func:`run_to_exit` and
+:func:`run_ranks` and :func:`launched` are for functions that come to an end. :func:`run_to_exit` and
 :func:`run_script` are for processes that end by themselves: what counts is when, and what they wrote.
 
 A process is forked by a server that has imported what it uses, which takes seconds. Nothing outlives a call.
@@ -71,17 +71,6 @@ _ASKING = {name: threading.Lock() for name in SERVERS}
 
 
 @dataclass(frozen=True)
-class RankResult:
-    """The result of one rank: its return value, or the text of its error, or neither when it was killed."""
-
-    rank: int
-    value: Any = None
-    error: str | None = None
-    traceback: str = ""
-    exit_code: int | None = None
-
-
-@dataclass(frozen=True)
 class Exit:
     """How one process ended.
 
@@ -130,48 +119,38 @@ def is_over(begin: float, seconds: float) -> bool:
     return time.monotonic() - begin > seconds * max(1.0, busy / _ALONE)
 
 
-def launch(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
-) -> list[RankResult]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
 
-    Returns one result per rank, whatever happened to it. Raises ``TimeoutError`` (after killing every process) when a
-    rank neither reported nor died within ``timeout`` seconds, see :func:`is_over`.
+    Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and
+    ``TimeoutError`` (after killing every process) when a rank neither reported nor died within ``timeout`` seconds, see
+    :func:`is_over`.
     """
     with ROOM.of(world_size):
-        return _launch(function, world_size, args, timeout, env)
+        return values_of(function, world_size, *args, timeout=timeout, **options)
 
 
-def _launch(
-    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float, env: Mapping[str, str] | None = None
-) -> list[RankResult]:
-    results: dict[int, RankResult] = {}
+def values_of(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
+    values, failed = dict[int, Any](), ""
     with _running(functools.partial(_report, function, args), world_size, env=env) as folder:
         begin = time.monotonic()
-        while len(results) < world_size:
-            for rank in set(range(world_size)) - results.keys():
-                gone, path = (folder / f"{rank}.exit").exists(), folder / f"{rank}.result"
+        while missing := set(range(world_size)) - values.keys():
+            for rank in missing:
+                gone, path, error = (folder / f"{rank}.exit").exists(), folder / f"{rank}.result", ""
                 if path.exists():
-                    results[rank] = pickle.loads(path.read_bytes())
+                    values[rank], error = pickle.loads(path.read_bytes())
                 elif gone:
                     end = _exit_of(rank, folder)
-                    results[rank] = RankResult(rank, None, "died without a word", end.output[-3000:], end.code)
+                    values[rank], error = None, f"died without a word with {end.code}\n{end.output[-3000:]}"
+                failed += error and f"rank {rank}: {error}\n"
             if is_over(begin, timeout):
-                missing = sorted(set(range(world_size)) - results.keys())
-                known = "\n".join(result.traceback for result in results.values() if result.error)
-                raise TimeoutError(f"ranks {missing} did not report within {timeout} s\n{known}")
+                raise TimeoutError(f"ranks {sorted(missing)} did not report within {timeout} s\n{failed}")
             time.sleep(0.02)
-    return [results[rank] for rank in range(world_size)]
-
-
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list:
-    """Return the values of ranks that must succeed, see :func:`launch`; raise AssertionError with their tracebacks."""
-    return _values(launch(function, world_size, *args, timeout=timeout, **options))
-
-
-def values_of(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
-    """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
-    return _values(_launch(function, world_size, args, timeout, **options))
+    assert not failed, failed
+    return [values[rank] for rank in range(world_size)]
 
 
 def launched(
@@ -188,7 +167,7 @@ def launched(
     def run() -> list[Any]:
         with tempfile.TemporaryDirectory() if folder else contextlib.nullcontext() as path:
             given = (*args, path) if folder else args
-            return _values(_launch(function, world_size, given, timeout, **options))
+            return values_of(function, world_size, *given, timeout=timeout, **options)
 
     return in_background(f"{function.__module__}:{function.__name__}", world_size, run)
 
@@ -202,12 +181,6 @@ def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:
 
     results.launch = launch  # type: ignore[attr-defined]  # for conftest.py
     return pytest.fixture(scope="module")(results)
-
-
-def _values(results: list[RankResult]) -> list[Any]:
-    failed = [f"rank {r.rank}: {r.error}\n{r.traceback}" for r in results if r.error]
-    assert not failed, "\n".join(failed)
-    return [result.value for result in results]
 
 
 def run_to_exit(
@@ -435,17 +408,16 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 
 def _report(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    server, rank = os.getppid(), int(os.environ["RANK"])
+    server, error = os.getppid(), ""
     try:
-        result = RankResult(rank, value=function(*_join_group(), *args))
-        sent = pickle.dumps(result)
-    except BaseException as error:
-        result = RankResult(rank, error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
-        sent = pickle.dumps(result)
-    _put(Path(os.environ["TESTS_SPAWN_FOLDER"], f"{rank}.result"), sent)
-    # Rank 0 keeps the store that the others may still be making groups with: a rank stays until `launch` has heard from all
+        sent = pickle.dumps((function(*_join_group(), *args), error))
+    except BaseException:
+        error = traceback.format_exc()
+        sent = pickle.dumps((None, error))
+    _put(Path(os.environ["TESTS_SPAWN_FOLDER"], f"{os.environ['RANK']}.result"), sent)
+    # Rank 0 keeps the store that the others may still be making groups with: a rank stays until `values_of` has heard from all
     # of them and ends it. One that failed leaves after a while, so that those who wait for it get to know.
-    until = float("inf") if result.error is None else time.monotonic() + LEAVES_AFTER_S
+    until = time.monotonic() + LEAVES_AFTER_S if error else float("inf")
     while os.getppid() == server and time.monotonic() < until:
         time.sleep(0.1)
     # Other ranks may already be gone: the orderly shutdown of the process group would wait for them.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from ds_terapipe.pipeline.operators.context import SliceContext
@@ -30,6 +31,7 @@ from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.schedule import Placement
 from tests.benchmarks import measure
 from tests.benchmarks.models import TokenLoss
+from tests.pipeline.training import build_engine
 from tests.plan.costs import ExampleCost
 
 HIDDEN, SHORTEST, SEQUENCES = 8, 8, 2
@@ -133,24 +135,17 @@ class SleepingLayer(nn.Module):
 
 def new_engine(case: Case, sequences: int) -> Any:
     """An engine with one layer a stage, none of which sleeps yet; collective."""
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    import ds_terapipe
-
     places = dist.get_world_size()
     times = times_of(case, places, sequences)
-    layers = [LayerSpec(SleepingLayer, stage, times.cost) for stage in range(times.stages)]
-    model = PipelineModule(layers, num_stages=places, loss_fn=TokenLoss(), partition_method="uniform")
     token_pipeline = {
         "slices": list(case.lengths), "schedule": case.schedule, "cut": {"inputs": [1], "labels": [1]}, "verify": False,
         "stages_per_place": times.stages // places, "placement": "v" if case.placement == "v" else "interleaved",
     }  # fmt: skip
-    config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": sequences, "gradient_clipping": 0.0,
-        "steps_per_print": None, "zero_allow_untested_optimizer": True, "token_pipeline": token_pipeline,
-    }  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return ds_terapipe.initialize(model=model, optimizer=optimizer, config=config)[0]
+    return build_engine(
+        [LayerSpec(SleepingLayer, stage, times.cost) for stage in range(times.stages)], TokenLoss(), stages=places, batch=1,
+        token_pipeline=token_pipeline, micro_batches=sequences, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        module={"seed_layers": False, "dynamic_shape": False},
+    )  # fmt: skip
 
 
 def run_cases(cases: Sequence[Case], sequences: int, steps: int) -> list[float]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Lines
@@ -102,15 +102,6 @@ class MaskedSamples:
         return tokens, (places + torch.arange(size).unsqueeze(1) * SEQUENCE).flatten(), self._labels[part].flatten()
 
 
-class BidirectionalAttention(nn.Module):
-    """Megatron-core's ``core_attention`` without a mask; its own asks for a buffer on a CUDA device."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **unused: Any) -> Tensor:
-        """[s, b, heads, d] each, to [s, b, heads * d]."""
-        heads = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-        return F.scaled_dot_product_attention(*heads).permute(2, 0, 1, 3).flatten(2)
-
-
 def make_model(seed: int) -> Any:
     """Megatron-core's BERT without dropout, embeddings and output weights shared, on one rank.
 
@@ -120,7 +111,10 @@ def make_model(seed: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ds_terapipe.megatron.attention import BidirectionalAttention
 
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -136,7 +130,8 @@ def make_model(seed: int) -> Any:
         position_embedding_type="rope",
     )  # fmt: skip
     for layer in model.encoder.layers:
-        layer.self_attention.core_attention = BidirectionalAttention()
+        # megatron-core's own asks for a buffer on a CUDA device
+        layer.self_attention.core_attention = BidirectionalAttention(config, 1, AttnMaskType.padding, "self")
     return model
 
 

@@ -8,10 +8,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
 
+from ds_terapipe.pipeline.documents import Documents
 from tests.benchmarks import measure, models
 from tests.benchmarks.token_pipeline import LEARNING_RATE, token_slices
+from tests.pipeline.training import build_engine
 
 DOCUMENTS, QUICK = (2600, 1100, 396), (70, 40, 18)
 WAYS = ("a mask of tokens by tokens", "documents")
@@ -49,13 +52,6 @@ class MaskedHead(models.Head):
 
 def prepare(way: str, documents: tuple[int, ...], shape: models.Shape) -> Callable[[], float | None]:
     """Steps of one way."""
-    import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    import ds_terapipe
-    from ds_terapipe.pipeline.documents import Documents
-
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     numbers = torch.repeat_interleave(torch.arange(1, len(documents) + 1), torch.tensor(documents))[None]
     (tokens, positions), labels = models.Workload(shape, 1).micro_batches()[0]
     masked = way == WAYS[0]
@@ -64,9 +60,8 @@ def prepare(way: str, documents: tuple[int, ...], shape: models.Shape) -> Callab
     module = PipelineModule(layers, num_stages=2, loss_fn=models.TokenLoss(), partition_method="uniform")
     if not masked:
         module.documents_of = lambda inputs: Documents.of(numbers)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
-    config = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9, **token_slices(4)}
-    engine = ds_terapipe.initialize(model=module, optimizer=optimizer, config=config)[0]
+    keys, sgd = token_slices(4)["token_pipeline"], partial(torch.optim.SGD, lr=LEARNING_RATE)
+    engine = build_engine((), None, made=module, token_pipeline=keys, micro_batches=1, batch=1, optimizer=sgd)
     mask = (numbers[:, None, :, None] == numbers[:, None, None]).tril()
     inputs = (tokens, positions, mask) if masked else (tokens, positions)
     return lambda: float(engine.train_batch(iter([(inputs, labels)])))

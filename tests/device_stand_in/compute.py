@@ -164,7 +164,6 @@ def _has_masks(indices: Any) -> bool:
 
 def _by_data(func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> Any:
     """The host's result in place of the device's, which waits for the device's data too."""
-    runtime.LIBRARY.stand_in_host_waits(facts.name)
     wait(device)
     result = func(*_map(host, args), **{key: _map(host, value) for key, value in kwargs.items()})
     if facts.in_place:

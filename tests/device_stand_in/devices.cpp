@@ -7,13 +7,11 @@
 
 namespace stand_in {
 
-Counts counts;
 thread_local int current_device = 0;
 
 namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
-std::atomic<void (*)(const char*)> wait_hook{nullptr};
 
 long number(const char* name, long otherwise) {
   const char* value = getenv(name);
@@ -58,22 +56,9 @@ const Settings& settings() {
 
 cudaError_t fail(cudaError_t error) { return last_error = error; }
 
-void host_waits(const char* call) {
-  ++counts.host_waits;
-  if (auto hook = wait_hook.load()) hook(call);
-}
-
 }  // namespace stand_in
 
 using namespace stand_in;
-
-API void stand_in_set_wait_hook(void (*hook)(const char*)) { wait_hook = hook; }
-API void stand_in_host_waits(const char* call) { host_waits(call); }
-API void stand_in_counts(long* out) {
-  const std::atomic<long>* all[] = {&counts.launches, &counts.host_waits, &counts.to_host, &counts.to_device,
-                                    &counts.allocations};
-  for (auto* each : all) *out++ = *each;
-}
 
 API cudaError_t cudaGetDeviceCount(int* count) { return give(count, settings().devices); }
 API cudaError_t cudaGetDevice(int* device) { return give(device, current_device); }

@@ -14,7 +14,6 @@ struct Configuration {
 thread_local Configuration pushed;
 
 cudaError_t launch(dim3 grid, dim3 block, cudaStream_t stream) {
-  ++counts.launches;
   bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
   size_t threads = static_cast<size_t>(block.x) * block.y * block.z;
   if (empty || threads > 1024 || grid.y > 65535 || grid.z > 65535) return fail(cudaErrorInvalidConfiguration);

@@ -54,8 +54,6 @@ bool pageable(const void* address) {
 cudaError_t copy(char* to, size_t to_pitch, const char* from, size_t from_pitch, size_t bytes, size_t rows,
                  Stream& on) {
   bool to_device = on_device(to), from_device = on_device(from);
-  if (to_device && !from_device) ++counts.to_device;
-  if (!to_device && from_device) ++counts.to_host;
   size_t total = bytes * rows;
   if (!total || (settings().skip && total >= settings().skip && to_device && from_device)) return cudaSuccess;
   auto run = [=](const char* source) {
@@ -70,7 +68,6 @@ cudaError_t copy(char* to, size_t to_pitch, const char* from, size_t from_pitch,
   }
   on.issue([=] { run(from); });
   if (pageable(from) || pageable(to)) {
-    host_waits(pageable(to) ? "copy to pageable memory" : "copy from pageable memory");
     on.finish();
     order::host_saw(on.id);
   }
@@ -91,15 +88,7 @@ bool block_of(const void* address, Block* block) {
 
 using namespace stand_in;
 
-API size_t stand_in_used(int device) {
-  std::lock_guard<std::mutex> guard(lock);
-  return used[device];
-}
-
-API cudaError_t cudaMalloc(void** out, size_t bytes) {
-  ++counts.allocations;
-  return allocate(out, bytes, current_device);
-}
+API cudaError_t cudaMalloc(void** out, size_t bytes) { return allocate(out, bytes, current_device); }
 API cudaError_t cudaFree(void* address) {
   if (!address) return cudaSuccess;
   cudaDeviceSynchronize();
@@ -123,7 +112,8 @@ API cudaError_t cudaHostUnregister(void* address) {
 API cudaError_t cudaHostGetDevicePointer(void** out, void* address, unsigned) { return give(out, address); }
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = settings().memory;
-  *free = settings().memory - stand_in_used(current_device);
+  std::lock_guard<std::mutex> guard(lock);
+  *free = settings().memory - used[current_device];
   return cudaSuccess;
 }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* address) {

@@ -32,10 +32,6 @@ struct Settings {
 };
 const Settings& settings();
 
-struct Counts {
-  std::atomic<long> launches{0}, host_waits{0}, to_host{0}, to_device{0}, allocations{0};
-};
-extern Counts counts;
 extern thread_local int current_device;
 
 template <class Value>
@@ -44,7 +40,6 @@ cudaError_t give(Value* out, Value value) {
   return cudaSuccess;
 }
 cudaError_t fail(cudaError_t error);        // remembers it for cudaGetLastError
-void host_waits(const char* call);          // counts a call that makes the host wait, and tells the hook
 
 // What is known to have happened: of each stream (0 is the host), how many of its accesses and events.
 struct Clock : std::vector<uint64_t> {

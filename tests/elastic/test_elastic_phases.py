@@ -13,7 +13,7 @@ from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from tests.elastic.training import are_the_same, objects_of, prefixes, weights
 from tests.optim.phase_runs import SAMPLES, Texts, stacked
 from tests.pipeline.models import Plain, gpt, mean_loss
-from tests.pipeline.training import SGD, build_engine, difference
+from tests.pipeline.training import SGD, Trace, build_engine, difference, train_module
 from tests.spawn import launched
 
 PHASES: list[dict[str, Any]] = [
@@ -88,32 +88,30 @@ ranks = launched(worker, 2, timeout=240, folder=True)
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
-    """Losses, weights and rates of the same samples with the same layers frozen, in one process."""
-    model, order, losses, rates = Plain(gpt(2)), SampleOrder(SAMPLES, True, SEED), [], []
+def alone() -> tuple[Trace, list[float]]:
+    """The training on the same samples with the same layers frozen in one process, and its rates."""
+    model, order, rates = Plain(gpt(2)), SampleOrder(SAMPLES, True, SEED), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    scheduler = MixedBatch(optimizer, phases=PHASES)
-    for step, position in enumerate(POSITIONS):
+    scheduler, lengths = MixedBatch(optimizer, phases=PHASES), [PHASES[number]["seq_length"] for number in BY_STEP]
+    steps = [[stacked(order.between(*at), length)] for at, length in zip(POSITIONS, lengths, strict=True)]
+
+    def begin(step: int) -> None:
+        rates.append(optimizer.param_groups[0]["lr"])
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(not key.startswith(prefixes(gpt(2), FROZEN[step])))
-        rates.append(optimizer.param_groups[0]["lr"])
-        inputs, targets = stacked(order.between(*position), scheduler.phase.seq_length)
-        optimizer.zero_grad(set_to_none=True)
-        loss = mean_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-    return losses, {key: p.detach() for key, p in model.named_parameters()}, rates
+
+    loss = lambda inputs, targets, step: mean_loss(model(inputs), targets)  # noqa: E731
+    return train_module(model, optimizer, steps, loss, before_step=begin, after_step=lambda step: scheduler.step()), rates
 
 
 @pytest.mark.parametrize("way", ["whole", "resumed"])
 def test_phases_and_reshapes_are_the_training_in_one_process(ranks: Any, alone: Any, way: str) -> None:
-    (losses, wanted, rates), begin = alone, SAVED if way == "resumed" else 0
+    (trace, rates), begin = alone, SAVED if way == "resumed" else 0
+    wanted = trace.weights
     everywhere = {key: tensor for rank in ranks for key, tensor in rank["whole"]["weights"].items()}
     assert wanted.keys() == {key for rank in ranks for key in rank[way]["weights"]}
     for found, first in ((rank[way], rank["whole"]) for rank in ranks):
-        assert found["counted"] == (ENDS[-1], 2) and found["losses"] == pytest.approx(losses[begin:], rel=USUAL)
+        assert found["counted"] == (ENDS[-1], 2) and found["losses"] == pytest.approx(trace.losses[begin:], rel=USUAL)
         assert max(difference(tensor, wanted[key]) for key, tensor in found["weights"].items()) <= USUAL
         if way == "resumed":  # to the bit; by the times that were measured a layer may be on another stage
             assert found["losses"] == first["losses"][SAVED:]

@@ -22,6 +22,7 @@ from tests.pipeline.models import (
     FrozenEmbedding,
     Head,
     Plain,
+    WritingBlock,
     gpt,
     masked_loss,
     mean_loss,
@@ -84,11 +85,6 @@ class Dropping(Block):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(self.drop(hidden))
-
-
-class WritingBlock(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden.mul_(1.5))
 
 
 def layers(*kinds: type[nn.Module]) -> Callable[[], list[Any]]:

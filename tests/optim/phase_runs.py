@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 import ds_terapipe
 from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch
-from tests.pipeline.training import SGD, build_engine, raised
+from tests.pipeline.training import SGD, Trace, build_engine, raised, train_module
 
 SAMPLES = 25
 PHASES: list[dict[str, Any]] = [
@@ -47,9 +47,7 @@ def one(index: int, length: int) -> Any:
 
 
 def stacked(indices: list[int], length: int) -> Any:
-    samples = [one(index, length) for index in indices]
-    inputs = tuple(torch.stack([sample[0][i] for sample in samples]) for i in (0, 1))
-    return inputs, torch.stack([sample[1] for sample in samples])
+    return default_collate([one(index, length) for index in indices])
 
 
 def endless(order: list[int]) -> Iterator[int]:
@@ -61,21 +59,18 @@ ROWS = list(zip(LRS, STEPS, MICRO, strict=True))
 SKIPPING = [*ROWS[:2], *ROWS[1:]]  # a step that was skipped is tried again with the same LR, in the same phase
 
 
-def reference(orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS) -> dict[str, Any]:
+def reference(orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS) -> Trace:
     """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches."""
-    model, losses, replicas = Plain(gpt(2)), [], [endless(order) for order in orders]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for lr, phase, micro in rows:
+    model, replicas, steps = Plain(gpt(2)), [endless(order) for order in orders], []
+    for _, phase, micro in rows:
         count = phase["batch_size"] * scale // (micro * len(orders))
         pieces = [[next(replica) for _ in range(micro)] for replica in replicas for _ in range(count)]
-        batches = [stacked(piece, phase["seq_length"]) for piece in pieces]
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.zero_grad()
-        loss = torch.stack([mean_loss(model(inputs), targets) for inputs, targets in batches]).mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return {"losses": losses, "weights": {name: p.detach() for name, p in model.named_parameters()}}
+        steps.append([stacked(piece, phase["seq_length"]) for piece in pieces])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return train_module(
+        model, optimizer, steps, lambda inputs, targets, step: mean_loss(model(inputs), targets) / len(step),
+        before_step=lambda number: optimizer.param_groups[0].update(lr=rows[number][0]),
+    )  # fmt: skip
 
 
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:

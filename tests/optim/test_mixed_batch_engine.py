@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from tests.optim import phase_runs
 from tests.optim.phase_runs import LRS, MICRO, ROWS, SAMPLES, SKIPPING, STEPS, reference, whole_run
 from tests.pipeline.test_engine_data import loading_here
-from tests.pipeline.training import worst
+from tests.pipeline.training import Trace, worst
 from tests.spawn import launched
 
 ENGINES: dict[str, dict[str, Any] | None] = {"DeepSpeed's": None, "ours": {"slices": 3, "verify": False}}
@@ -43,7 +43,7 @@ def pipelines(ranks: Ranks, three: Ranks) -> Pipelines:
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> dict[str, Any]:
+def by_hand() -> Trace:
     return reference([list(range(SAMPLES))])
 
 
@@ -64,15 +64,15 @@ def check_steps(steps: list[Any], first_stage: bool, slices: int = 1, start: int
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_step_of_a_pipeline(pipelines: Pipelines, by_hand: dict[str, Any], name: str) -> None:
+def test_every_step_of_a_pipeline(pipelines: Pipelines, by_hand: Trace, name: str) -> None:
     """LR, batch and shapes are the phase's, every sample comes once an epoch, and all equals training by hand."""
     samples = [phase["seq_length"] for phase in STEPS for _ in range(phase["batch_size"])]
     for rank, found in enumerate(pipelines[name]):
         whole, reads = found[name]["whole"], rank in (0, len(pipelines[name]) - 1)
         check_steps(whole["steps"], rank == 0, (ENGINES[name] or {"slices": 1})["slices"])
-        assert close(whole["losses"], by_hand["losses"])
+        assert close(whole["losses"], by_hand.losses)
         weights = {key: tensor for key, tensor in whole["weights"].items() if float(tensor.abs().max()) > 0}
-        assert worst(weights, by_hand["weights"]) <= 1e-5
+        assert worst(weights, by_hand.weights) <= 1e-5
         assert whole["counted"] == (7, 30, 2) and found[name]["last"] == (2, 2, 1)
         assert found[name]["asked"] == [(i % SAMPLES, length) for i, length in enumerate(samples) if reads]
 
@@ -87,12 +87,12 @@ def test_resumed_bit_for_bit(pipelines: Pipelines, name: str, start: int) -> Non
         assert all(torch.equal(resumed["weights"][key], tensor) for key, tensor in whole["weights"].items())
 
 
-def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: dict[str, Any]) -> None:
+def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: Trace) -> None:
     for rank, found in enumerate(ranks):
         own = found["own_iterator"]
         assert "register_dataset(dataset)" in own["unregistered"]
         check_steps(own["registered"]["steps"], rank == 0)
-        assert close(own["registered"]["losses"], by_hand["losses"])
+        assert close(own["registered"]["losses"], by_hand.losses)
         assert "worker processes hold batches of the old length" in own["read ahead"] and own["new"] == 5
 
 
@@ -115,7 +115,7 @@ def test_every_step_of_a_plain_engine(ranks: Ranks, zero: bool) -> None:
 
 def test_a_plain_engine_equals_training_by_hand_and_resumes_bit_for_bit(ranks: Ranks) -> None:
     orders = [list(DistributedSampler(phase_runs.Texts(), 2, replica)) for replica in range(2)]
-    by_hand = reference(orders, scale=2, rows=SKIPPING)["weights"]
+    by_hand = reference(orders, scale=2, rows=SKIPPING).weights
     for found in ranks:
         straight, resumed = found["plain"], found["again"]
         assert worst(straight["weights"], by_hand) <= 1e-5

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ds_terapipe.elastic.cache import outputs as outputs_of_cache
 from ds_terapipe.model_chunks import ModelChunks
@@ -189,7 +189,7 @@ class _Run:
         with watched(engine) if plain else nullcontext() as ran:
             for number in numbers:
                 mean = engine.train_batch(iter(data[number][self.mine]))
-                losses.append(_exact_loss(engine) if self.row.precision == "fp64" else float(mean))
+                losses.append(common.exact_loss(engine, float(mean)) if self.row.precision == "fp64" else float(mean))
                 if ran is not None:
                     ran.check(self.lengths)
                 self._look(number)
@@ -293,12 +293,3 @@ def _gradients(row: Row, engine: Any) -> dict[str, Any]:
         return torch.zeros_like(parameter) if gradient is None else gradient.view(parameter.shape).double() / scale
 
     return common.whole_tensors(engine.module, of)
-
-
-def _exact_loss(engine: Any) -> float:
-    """The mean over replicas of what the last stages have: DeepSpeed rounds it to fp32 on its way to the others."""
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
-    distributed.all_gather_object(everyone, mine)
-    losses = [loss for loss in everyone if loss is not None]
-    return sum(losses) / len(losses)
