@@ -21,6 +21,7 @@ from ds_terapipe import shared_memory, tensor_files
 from ds_terapipe.build_locks import waits_are_said
 from ds_terapipe.elastic.engine import ElasticPipelineEngine
 from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.job import Job
 from ds_terapipe.json_files import check_writable_folder
 from ds_terapipe.manifest import Manifest
 from ds_terapipe.megatron import tasks
@@ -154,7 +155,7 @@ class Trainer:
         # Dropout: another stream for each stage and replica, the same for the parts of a layer.
         torch.manual_seed(args.seed + 100 * self.engine.grid.get_stage_id() + 10 * self.share.replica)
         if args.save:
-            self._agree(lambda: check_writable_folder("--save", args.save, "a folder that you may write to"))
+            Job.current().together(lambda: check_writable_folder("--save", args.save, "a folder that you may write to"))
         self.iteration = self._load()
         self.losses: list[float] = []  # since the last line
         validation = args.eval_iters * self.engine.train_batch_size()
@@ -174,7 +175,7 @@ class Trainer:
         if not self.args.load:
             return 0
         folder = Path(self.args.load)
-        self._agree(lambda: self._check_there(folder))
+        Job.current().together(lambda: self._check_there(folder))
         self._check_stages(folder)
         try:
             path, state = self.engine.load_checkpoint(self.args.load)
@@ -211,18 +212,6 @@ class Trainer:
         if not folder.is_dir() and not saved:
             raise bad_value("--load", str(folder), "a folder with checkpoints", "the one given as --save before")
 
-    def _agree(self, check: Callable[[], None]) -> None:
-        """Run a check on every process, and raise the first error on all of them; collective."""
-        errors: list[ConfigError | None] = [None] * torch.distributed.get_world_size()
-        mine: ConfigError | None = None
-        try:
-            check()
-        except ConfigError as error:
-            mine = error
-        torch.distributed.all_gather_object(errors, mine)
-        for error in filter(None, errors):
-            raise error
-
     def _check_stages(self, folder: Path) -> None:
         """Weights are saved by layer, the optimiser's state by stage: with other stages it would go to other layers.
 
@@ -233,16 +222,11 @@ class Trainer:
             return  # with several stages on a place the engine compares them
         if hasattr(self.engine, "recover_checkpoint"):
             self.engine.recover_checkpoint(str(folder))
-        saved: list[Any] = [None]
-
-        def read() -> None:
-            saved[0] = self._saved_stages(folder) if self.first else None
-
-        self._agree(read)
-        torch.distributed.broadcast_object_list(saved, src=0)
-        if saved[0] is None:
+        job = Job.current()
+        saved = job.gather(job.together(lambda: self._saved_stages(folder) if self.first else None))[0]
+        if saved is None:
             return
-        then, now = tuple(saved[0]), self.engine.module.layers_per_stage
+        then, now = tuple(saved), self.engine.module.layers_per_stage
         must = f"as the checkpoint in {folder} was saved"
         if len(then) != len(now):
             raise bad_value("--pipeline-model-parallel-size", len(now), must, str(len(then)))

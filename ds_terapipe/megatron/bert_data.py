@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.data import Batch, SampleIterator, blend_of, build, cache_path_of, parts_of
+from ds_terapipe.megatron.data import Batch, SampleIterator, build
 
 LONGEST_SENTENCE = (
     512  # megatron-core leaves out a document that has a longer one: LONG_SENTENCE_LEN of its helpers.cpp
@@ -83,45 +83,26 @@ def bert_datasets(
     data_path: Sequence[str],
     *,
     vocabulary: WordPieces,
-    seq_length: int,
-    samples: Sequence[int],
-    split: str = "969,30,1",
-    seed: int = 1234,
-    cache_path: str | None = None,
     mask_prob: float = 0.15,
     short_seq_prob: float = 0.1,
-    needed: Callable[[], bool] = lambda: True,
+    **arguments: Any,
 ) -> list[Any]:
     """megatron-core's BERT datasets for training, validation and test, as ``pretrain_bert.py`` sets them. Every process calls it.
 
     Args:
-        data_path: prefix of a ``.bin`` and ``.idx`` file whose documents are several sentences, or weight, prefix, weight, ...
+        data_path: as for `build`; documents are several sentences, all of at most 512 tokens.
         vocabulary: of the data.
-        seq_length: tokens in a sample, padding included.
-        samples: wanted numbers of training, validation and test samples; 0 builds none. Their order depends on them.
-        split: parts of the documents for the three, by weight.
-        seed: of the order of samples and of their masks.
-        cache_path: where the index of samples is kept, default ``cache`` beside the data.
         mask_prob: share of tokens to predict.
         short_seq_prob: share of samples that are shorter than ``seq_length``.
-        needed: whether this process reads data; the others get None.
-
-    Returns:
-        Three datasets, None where no samples are wanted or this process needs none.
-
-    Raises:
-        ConfigError: the split is none, there is no dataset at a prefix, or no document for a split that is wanted has two
-            sentences, all of at most 512 tokens.
+        arguments: further ones of `build`.
     """
-    parts_of(split)
-    blend = blend_of(data_path)
-    config = BERTMaskedWordPieceDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend=blend,
-        split=split,
+    return build(
+        BERTMaskedWordPieceDataset,
+        BERTMaskedWordPieceDatasetConfig,
+        data_path,
         tokenizer=vocabulary,
-        path_to_cache=cache_path or cache_path_of(blend[0]),
+        usable=_has_sentences,
+        having=f"with two sentences of at most {LONGEST_SENTENCE} tokens each ",
         masking_probability=mask_prob,
         short_sequence_probability=short_seq_prob,
         masking_max_ngram=3,
@@ -130,9 +111,8 @@ def bert_datasets(
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
         classification_head=True,
+        **arguments,
     )
-    having = f"with two sentences of at most {LONGEST_SENTENCE} tokens each "
-    return build(BERTMaskedWordPieceDataset, config, samples, needed, _has_sentences, having)
 
 
 def _has_sentences(dataset: IndexedDataset) -> np.ndarray:

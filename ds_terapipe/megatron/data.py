@@ -44,52 +44,23 @@ class Vocabulary:
 
 
 def gpt_datasets(
-    data_path: Sequence[str],
-    *,
-    vocab_size: int,
-    seq_length: int,
-    samples: Sequence[int],
-    split: str = "969,30,1",
-    seed: int = 1234,
-    cache_path: str | None = None,
-    eod_id: int | None = None,
-    needed: Callable[[], bool] = lambda: True,
-    **at_document_ends: bool,
+    data_path: Sequence[str], *, vocab_size: int, eod_id: int | None = None, **arguments: Any
 ) -> list[Any]:
     """megatron-core's GPT datasets for training, validation and test. Every process calls it.
 
     Args:
         data_path: prefix of a ``.bin`` and ``.idx`` file, or weight, prefix, weight, prefix, ...
         vocab_size: number of token ids, before padding.
-        seq_length: tokens in a sample.
-        samples: wanted numbers of training, validation and test samples; 0 builds none. Their order depends on them.
-        split: parts of the documents for the three, by weight.
-        seed: of the order of samples.
-        cache_path: where the index of samples is kept, default ``cache`` beside the data.
         eod_id: token that ends a document, default the last.
-        needed: whether this process reads data; the others get None.
-        at_document_ends: ``reset_position_ids``, ``eod_mask_loss`` of megatron-core's ``GPTDatasetConfig``, default False.
-
-    Returns:
-        Three datasets, None where no samples are wanted or this process needs none.
-
-    Raises:
-        ConfigError: the split is none, there is no dataset at a prefix, or it has no documents for a split that is wanted.
+        arguments: of `build`, and settings of megatron-core's ``GPTDatasetConfig``: by default it does not reset position
+            ids at the ends of documents, and their tokens count in the loss.
     """
-    parts_of(split)
-    blend = blend_of(data_path)
-    config = GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=seq_length,
-        blend=blend,
-        split=split,
-        tokenizer=Vocabulary(vocab_size, eod_id),
-        path_to_cache=cache_path or cache_path_of(blend[0]),
-        reset_attention_mask=False,  # the model finds documents by their last tokens, and needs no mask
-        create_attention_mask=False,
-        **{"reset_position_ids": False, "eod_mask_loss": False, **at_document_ends},
-    )
-    return build(GPTDataset, config, samples, needed, _has_tokens)
+    given = {"reset_position_ids": False, "eod_mask_loss": False, **arguments}
+    return build(
+        GPTDataset, GPTDatasetConfig, data_path, tokenizer=Vocabulary(vocab_size, eod_id), usable=_has_tokens,
+        reset_attention_mask=False, create_attention_mask=False,  # the model finds documents by their last tokens
+        **given,
+    )  # fmt: skip
 
 
 def parts_of(split: str) -> list[float]:
@@ -150,33 +121,56 @@ def _number(word: str) -> float | None:
 
 def build(
     kind: type,
-    config: Any,
-    samples: Sequence[int],
-    needed: Callable[[], bool],
+    config_kind: type,
+    data_path: Sequence[str],
+    *,
+    tokenizer: Any,
     usable: Callable[[IndexedDataset], np.ndarray],
     having: str = "",
+    seq_length: int,
+    samples: Sequence[int],
+    split: str = "969,30,1",
+    seed: int = 1234,
+    cache_path: str | None = None,
+    needed: Callable[[], bool] = lambda: True,
+    **settings: Any,
 ) -> list[Any]:
-    """megatron-core's datasets of a kind for training, validation and test, None where no samples are wanted.
+    """megatron-core's datasets of a kind for training, validation and test. Every process calls it.
 
     Args:
-        kind: of megatron-core's classes.
-        config: of that class; of its split those parts go of which no samples are wanted.
-        samples: wanted numbers.
-        needed: whether this process reads data.
+        kind, config_kind: of megatron-core's classes, and the class of its configuration.
+        data_path: prefix of a ``.bin`` and ``.idx`` file, or weight, prefix, weight, prefix, ...
+        tokenizer: what the configuration takes for one.
         usable: which documents of a dataset samples can be drawn from, for megatron-core never ends drawing from none.
         having: their content, for errors.
+        seq_length: tokens in a sample, padding included.
+        samples: wanted numbers of training, validation and test samples; 0 builds none. Their order depends on them.
+        split: parts of the documents for the three, by weight.
+        seed: of the order of samples, and of masks.
+        cache_path: where the index of samples is kept, default ``cache`` beside the data.
+        needed: whether this process reads data; the others get None.
+        settings: further ones of the configuration.
+
+    Returns:
+        Three datasets, None where no samples are wanted or this process needs none.
 
     Raises:
-        ConfigError: a split that is wanted has no such document.
+        ConfigError: the split is none, there is no dataset at a prefix, or it has no usable document for a split that is wanted.
     """
+    parts_of(split)
+    blend = blend_of(data_path)
+    config = config_kind(
+        random_seed=seed, sequence_length=seq_length, blend=blend, split=split, tokenizer=tokenizer,
+        path_to_cache=cache_path or cache_path_of(blend[0]), **settings,
+    )  # fmt: skip
     config.split_matrix = [part if wanted else None for part, wanted in zip(config.split_matrix, samples, strict=True)]
-    for prefix in config.blend[0]:
+    for prefix in blend[0]:
         found = usable(IndexedDataset(prefix))
         for name, part, wanted in zip(SPLITS, config.split_matrix, samples, strict=True):
             bounds = [round(edge * len(found)) for edge in part or (0, 0)]
             if wanted and not found[bounds[0] : bounds[1]].any():
                 raise ConfigError(
-                    f"--split: got {config.split}, which leaves none of the {len(found)} documents of {prefix} {having}"
+                    f"--split: got {split}, which leaves none of the {len(found)} documents of {prefix} {having}"
                     f"for {name}, use e.g. 90,10,0"
                 )
     return list(BlendedMegatronDatasetBuilder(kind, list(samples), needed, config).build())

@@ -31,10 +31,7 @@ class Channel(NamedTuple):
     forward: bool
 
 
-def channel_of(action: Action) -> Channel:
-    """The channel that carries a message. Raises ValueError for a computation."""
-    if action.op in (Op.SEND_FORWARD, Op.RECV_BACKWARD):
-        return Channel(action.stage, action.op is Op.SEND_FORWARD)
-    if action.op in (Op.RECV_FORWARD, Op.SEND_BACKWARD):
-        return Channel(action.stage - 1, action.op is Op.RECV_FORWARD)
-    raise ValueError(f"channel_of: got {action}, must be a send or a receive")
+def channel_of(message: Action) -> Channel:
+    """The channel that carries a message."""
+    from_before = message.op in (Op.RECV_FORWARD, Op.SEND_BACKWARD)
+    return Channel(message.stage - from_before, message.op in (Op.SEND_FORWARD, Op.RECV_FORWARD))

@@ -66,12 +66,7 @@ def timelines_svg(panels: Sequence[Panel], width: int = 960) -> str:
 
     A colour is a micro-batch, light forward and dark backward. The number in a cell is the slice, or the micro-batch in
     a schedule that slices none; cells too narrow for it have none.
-
-    Raises:
-        ValueError: no panel.
     """
-    if not panels:
-        raise ValueError("timelines_svg: got no panels, must have at least one")
     longest = max(panel.makespan for panel in panels) or 1.0
     scale = (width - _LEFT - RIGHT) / longest
     body: list[str] = []

@@ -29,7 +29,7 @@ class Row:
         step_s: predicted seconds of a step.
         live_sequences: the most whose activations are held at once on a device, as sequences on all the device's layers.
         peak_bytes: of the fullest device, None where memory is not known; messages of interleaving are not in it.
-        fits: whether that is within the limit.
+        limit_bytes: of a device, None without limit.
         placement: of the stages; None: one on each place.
     """
 
@@ -40,8 +40,13 @@ class Row:
     step_s: float
     live_sequences: float
     peak_bytes: float | None
-    fits: bool
+    limit_bytes: float | None
     placement: Placement | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit, as far as both are known."""
+        return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def figures(self) -> dict[str, Any]:
         """Its figures for JSON."""
@@ -67,7 +72,11 @@ def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, 
     request = inputs.request
     run = request.times(inputs.cost).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
-    return _row(inputs, kind or str(schedule), name, slices, run, peak, request.placement)
+    live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks_of(request.placement)
+    return Row(
+        kind or str(schedule), name, slices, run, run.makespan + request.overhead_s, live * inputs.sequences, peak,
+        None if request.memory_gb is None else request.memory_gb * GIGABYTE, request.placement,
+    )  # fmt: skip
 
 
 def interleaved(inputs: Inputs) -> Row | str:
@@ -159,30 +168,14 @@ def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | No
 
 
 def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
-    request = inputs.request
-    whole, chunks = (request.seq_length,), len(placement.stages) // placement.places
-    virtual = replace(request, stages=len(placement.stages), placement=placement, weights_once=True)
-    run = virtual.times(cost).simulate("interleaved", whole)
-    peak = None
-    if request.memory is not None:
-        peak = max(
-            stage.fixed + stage.activations * request.seq_length * place.peak_units / chunks
-            for stage, place in zip(request.memory.stages, run.places, strict=True)
-        )
+    request, chunks = inputs.request, chunks_of(placement)
+    virtual = replace(request, stages=len(placement.stages), placement=placement, weights_once=True, memory=None)
     name = f"interleaved 1F1B, {chunks} chunks per stage"
-    return _row(inputs, "interleaved", name, whole, run, peak, placement)
-
-
-def _row(
-    inputs: Inputs,
-    kind: str,
-    name: str,
-    slices: tuple[int, ...],
-    run: Simulation,
-    peak: float | None,
-    placement: Placement | None,
-) -> Row:
-    request = inputs.request
-    live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks_of(placement) * inputs.sequences
-    fits = peak is None or request.memory_gb is None or peak <= request.memory_gb * GIGABYTE
-    return Row(kind, name, slices, run, run.makespan + request.overhead_s, live, peak, fits, placement)
+    found = row(replace(inputs, parts=cost, request=virtual), name, "interleaved", (request.seq_length,))
+    if request.memory is None:
+        return found
+    peak = max(
+        stage.fixed + stage.activations * request.seq_length * place.peak_units / chunks
+        for stage, place in zip(request.memory.stages, found.run.places, strict=True)
+    )
+    return replace(found, peak_bytes=peak)
