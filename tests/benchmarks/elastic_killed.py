@@ -22,7 +22,7 @@ def main() -> None:
     wanted, points, run, wrong = 1 if options.quick else options.points, 0, 0, 0
     dice = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        whole = run_whole(Path(folder) / "whole", "fp32", options.cached)
+        whole = run_whole(Path(folder) / "whole", options.cached)
         while points < wanted:
             run += 1
             kills = random_kills(dice, min(dice.choice((1, 2, 3, 4)), wanted - points))

@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -50,9 +49,7 @@ class Aim(NamedTuple):
     delay: float = 0.0
 
 
-def train(
-    rank: int, world_size: int, where: Path, name: str, precision: str, aims: dict[int, Aim], keeps: bool, cached: bool
-) -> None:
+def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Aim], keeps: bool, cached: bool) -> None:
     """The user's script: train to the end, from the latest checkpoint on where there is one.
 
     Args:
@@ -67,7 +64,7 @@ def train(
     saves, progress, aim = where / "checkpoints", where / f"{name}.{rank}.progress", aims.get(rank)
     torch.manual_seed(SEED)
     engine = engine_of(
-        replace(CASE, precision=precision), training_data=Texts(SAMPLES),
+        CASE, training_data=Texts(SAMPLES),
         token_pipeline={"slices": CASE.slices, "timeout_s": ENDS_WITHIN_S}, module={"seed_layers": False},
         config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
     )  # fmt: skip
@@ -114,7 +111,6 @@ def die() -> None:
 
 class Undisturbed(NamedTuple):
     folder: Path
-    precision: str  # of tests.elastic.training.PRECISIONS
     losses: dict[int, str]  # of every step, in hexadecimal
     weights: list[dict[str, torch.Tensor]]  # at the end, of every rank
     seconds: list[float]  # from the engine to the first step's end, then each step with its save, at last the end
@@ -122,9 +118,9 @@ class Undisturbed(NamedTuple):
     cached: bool = False  # as in `train`
 
 
-def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Undisturbed:
+def run_whole(folder: Path, cached: bool = False) -> Undisturbed:
     folder.mkdir(parents=True)
-    ends = run(folder, "whole", precision, {}, True, cached)
+    ends = run(folder, "whole", {}, True, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
     ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
     assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
@@ -132,7 +128,7 @@ def run_whole(folder: Path, precision: str = "fp32", cached: bool = False) -> Un
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
     found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
     seconds = [after - before for before, after in itertools.pairwise(times)]
-    return Undisturbed(folder, precision, losses, weights_of(folder, "whole"), seconds, found, cached)
+    return Undisturbed(folder, losses, weights_of(folder, "whole"), seconds, found, cached)
 
 
 def losses_of(folder: Path) -> dict[int, set[str]]:
@@ -190,7 +186,7 @@ def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple
         rows.append(attempt(kills[len(rows)], whole, folder, f"attempt{len(rows)}"))
         if rows[-1].wrong:
             return rows, []
-    ends = run(folder, "end", whole.precision, {}, False, whole.cached)
+    ends = run(folder, "end", {}, False, whole.cached)
     wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
     return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
 
@@ -209,7 +205,7 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     else:
         aim = places[int(kill.share * len(places))]
         where = f"save after step {aim.step}, operation {aim.operation}"
-    ends = run(folder, name, whole.precision, {kill.victim: aim}, False, whole.cached)
+    ends = run(folder, name, {kill.victim: aim}, False, whole.cached)
     died = ends[kill.victim].code == -signal.SIGKILL
     (said, wrong) = survived(kill, ends) if died else ("", [])
     return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))

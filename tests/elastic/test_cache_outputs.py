@@ -57,13 +57,6 @@ class Slow(nn.Module):
         return self.linear(hidden)
 
 
-class Turned(nn.Module):
-    """[b, s, 4] to [s, b, 4], beside a mask for all samples."""
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        return hidden.transpose(0, 1).contiguous(), torch.tril(torch.ones(hidden.shape[1], hidden.shape[1]))
-
-
 class Stage:
     """Runs layers, and notes from which one on it did and for how many samples."""
 
@@ -130,21 +123,6 @@ def batch(seed: int, rows: int = 3) -> Tensor:
 
 def entries(cache: OutputCache) -> list[Path]:
     return [path for path in cache.tiers[0].path.rglob("*") if len(path.name) == 32 and path.is_file()]
-
-
-@pytest.mark.parametrize("last", [Slow, Turned])
-def test_a_micro_batch_is_computed_once_and_found_in_other_company(make: Made, last: type[nn.Module]) -> None:
-    cache, stage = begun(make(), Slow(), last())
-    first = step(cache, stage, batch(0), batch(1))
-    assert cache.counts == Counts(computed=6, kept=6) and stage.starts == [(0, 3), (0, 1), (0, 3)]
-    again = [step(cache, stage, batch(0), batch(1)) for _ in range(3)]
-    assert stage.starts[3:] == [(0, 3)]  # the first one that is read, to see whether that is right
-    assert cache.counts == Counts(read=15, computed=9, kept=6)
-    torch.testing.assert_close(again, [first] * 3, rtol=0, atol=0)
-    mixed = torch.cat([batch(0)[1:], batch(1)[:1]])[[2, 0]]
-    (found,) = step(cache, stage, mixed)
-    assert cache.counts.read == 17
-    torch.testing.assert_close(found, stage.run(mixed, 0))
 
 
 def test_layers_that_train_again_end_their_level(make: Made) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.moves.start import places_of
 from ds_terapipe.elastic.policies.freeze import ModelLayers
-from ds_terapipe.elastic.policies.resize import Shape, balanced, check, shape_of, shapes, wanted_stages
+from ds_terapipe.elastic.policies.resize import Shape, balanced, check, wanted_stages
 from ds_terapipe.elastic.settings import ResizeSettings, parse
 from ds_terapipe.elastic.shapes.predict import LayerCosts, Machine, Prediction, choose, predict
 from ds_terapipe.errors import ConfigError
@@ -44,19 +44,6 @@ def test_halve_goes_by_the_compression_test_and_never_grows() -> None:
 def smallest_maximum(sizes: Sequence[float], stages: int) -> float:
     cuts = itertools.combinations(range(1, len(sizes)), stages - 1)
     return min(max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *cut, len(sizes)))) for cut in cuts)
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 2), st.integers(1, 12), st.integers(1, 8))
-def test_the_batch_stays_and_the_micro_batch_where_it_can(stages, replicas, tensor, share, micro):
-    batch = share * replicas
-    shape = shape_of(stages, stages * replicas * tensor, tensor, batch, micro)
-    assert (shape.stages, shape.replicas) == (stages, replicas)
-    assert shape.replicas * shape.micro_batch * shape.micro_batches == batch
-    fits = [size for size in range(1, micro + 1) if batch % (replicas * size) == 0]
-    assert shape.micro_batch == fits[-1]
-    found = shapes(stages * replicas * tensor, tensor, batch, micro)  # all use all processes and the whole batch
-    together = {(each.stages * each.replicas, each.replicas * each.micro_batch * each.micro_batches) for each in found}
-    assert shape in found and together == {(stages * replicas, batch)}
 
 
 @given(st.data(), st.integers(1, 7))

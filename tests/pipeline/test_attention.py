@@ -214,15 +214,6 @@ def test_explicit_masks_are_cut_by_rows_and_columns(form, additive, kv_heads):
     assert_same(sliced(*given, [4, 1, 6, 2], mask=MASKS[form](mask)), whole(*given, visible=visible))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_key_padding_with_rows_that_see_nothing_gives_zeros_and_no_nan(dtype):
-    given, visible = tensors(dtype=dtype), causal(13).repeat(2, 1, 1, 1)
-    visible[1, ..., :6] = False  # padded on the left: the first rows of this sequence see nothing at all
-    got = sliced(*given, [5, 4, 4], mask=lambda span: visible[..., span.start : span.stop, : span.stop])
-    assert_same(got, whole(*given, visible=visible))
-    assert all(torch.isfinite(t).all() for t in got) and (got[0][1, :, :6] == 0).all()
-
-
 def test_a_mask_of_one_row_is_every_querys():
     padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     padding[1, ..., 1] = False

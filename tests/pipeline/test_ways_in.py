@@ -179,17 +179,6 @@ def test_recomputation_of_a_step_that_overflowed_is_placed(context):
         out.sum().backward()
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="attn_mask or is_causal, not both")
-def test_a_mask_beside_is_causal_counts_too(context):
-    padding = torch.tensor([True] * 3 + [False] + [True] * 4)
-    q, k, v = (torch.randn(1, 2, 8, 8) for _ in range(3))
-    parts = []
-    for span in (Span(0, 3, 8), Span(3, 8, 8)):
-        mine = [t[:, :, span.start : span.stop] for t in (q, k, v)]
-        parts += run(context, span, partial(attend, *mine, attn_mask=padding[None, :]))
-    torch.testing.assert_close(torch.cat(parts, 2), attend(q, k, v, attn_mask=padding[None, :]))
-
-
 @pytest.mark.parametrize("grad", [True, False])
 def test_outside_slices_and_without_an_engine_nothing_changes(grad):
     q, k, v = rows(6, requires_grad=grad)

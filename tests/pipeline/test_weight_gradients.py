@@ -187,22 +187,6 @@ def test_layers_have_the_gradients_of_the_whole_once_per_micro_batch(name):
         assert_same(take(net), want)
 
 
-@pytest.mark.parametrize("name", ["linear", "embedding", "tied"])
-def test_a_part_is_that_of_its_slices_and_layers(name):
-    """A tied weight is made in all of its layers at once."""
-    (net, x), keeper = made(name), WeightGradients()
-    weights = {name: weight for name, weight in net.named_parameters() if weight.dim() == 2}
-    run_sliced(net, x, UNEVEN, keeper)
-    for index, span in reversed(list(enumerate(spans(UNEVEN)))):
-        want = gradients_of_the_whole(net, x[:, span.start : span.stop])
-        for name, weight in weights.items():
-            keeper.make(0, index, lambda each, weight=weight: each is weight)
-            part = take(net)
-            assert part.keys() == {n for n in want if n.rpartition(".")[0] == name.rpartition(".")[0]}
-            assert_same(part, {name: want[name] for name in part})
-    assert keeper.kept_bytes == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[1, 2, 200, 5], [40] * 7])
 def test_any_lengths_are_all_in_the_products(lengths, dtype):

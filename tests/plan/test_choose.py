@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
 from ds_terapipe.plan import improve
-from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
+from ds_terapipe.plan.choose import Request, can_choose, choose
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
@@ -169,21 +169,6 @@ def test_what_does_not_fit_says_what_would():
         choose(cost, dataclasses.replace(request, memory_gb=need - 0.002))
 
 
-def test_one_stage_is_not_cut_and_the_overhead_counts():
-    found = choose(ExampleCost([1.0]), Request(512, 1, 4, overhead_s=0.5))
-    assert found.slices == (512,) and found.bubble["total"] == 0
-    assert found.step_s == pytest.approx(0.5 + 4 * 3 * ExampleCost([1.0]).forward(0, 512, 0))
-
-
-def test_a_cut_that_is_named_is_a_plan_of_its_own():
-    cost, request = ExampleCost([1.0] * 4), Request(512, 4, 4, memory=memory(4), overhead_s=0.5)
-    plan = plan_of(cost, request, "terapipe", (300, 212))
-    simulation = StepTimes(cost, 4, 4).simulate("terapipe", [300, 212])
-    assert (plan.schedule, plan.slices, plan.losing) == ("terapipe", (300, 212), ())
-    assert plan.step_s == pytest.approx(simulation.makespan + 0.5) and plan.bubble["total"] == simulation.bubble
-    assert plan.memory == memory_use(request.memory, "terapipe", (300, 212), 4)
-
-
 def test_a_sequence_that_cannot_be_cut_as_measured_is_an_error_of_one_line():
     true = ExampleCost([1.0, 1.0])
     samples = [Sample(64, c, true.forward(0, 64, c), true.backward(0, 64, c)) for c in range(0, 1024, 64)]
@@ -256,17 +241,6 @@ def test_a_broken_plan_is_one_line_with_file_and_field(plan, tmp_path, change, s
 DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
 FACTORS = (3.0, 1.5, 2.0)
 OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
-
-
-# the first place is slower, or the second
-@pytest.mark.parametrize("factors", [FACTORS, (1.0, 1.0, 2.0)])
-def test_a_divided_place_takes_what_its_parts_take(factors):
-    cost = ExampleCost(factors, **OPTIONS)
-    times = slice_times(cost, DIVIDED, Cuts(100, 8, 8))
-    for start, count, length in ((0, 1, 8), (3, 8, 64), (3, 9, 76)):  # the last quantum has the 4 tokens that remain, too
-        forward, backward = ([run(stage, length, 8 * start) for stage in range(3)] for run in (cost.forward, cost.backward))
-        first, second = forward[0] + forward[1] + backward[1], forward[2] + backward[2]  # stage 0 is frozen
-        assert times[start, count - 1] == pytest.approx(max(first, second), rel=1e-12)
 
 
 @pytest.mark.parametrize(("boundaries", "micro_batches", "room", "use"), [

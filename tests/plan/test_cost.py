@@ -152,13 +152,6 @@ def agree(cost, truth, relative=1e-6):
                 assert found(stage, float(length), float(context)) == wanted
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches"), [("1f1b", 1), ("terapipe", 3)])
-def test_slices_cost_what_they_took(schedule, micro_batches):
-    steps = recorded(Truth(), schedule, micro_batches)
-    agree(learn(steps), Truth())
-    assert overhead(steps) == pytest.approx(0.05)
-
-
 def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
     truth = Truth(loss=(0.003, 0.006))
     cost = learn(recorded(truth), whole=True)

@@ -14,7 +14,6 @@ from ds_terapipe.schedule import (
     Placement,
     Unit,
     covered_slices,
-    forward_only,
     order,
     validate,
     with_messages,
@@ -54,37 +53,6 @@ def test_what_is_no_placement():
     ):
         with pytest.raises(ValueError, match=message):
             make()
-
-
-FOLDED = Placement.of([0, 1, 1, 0], forward_only=1)
-GOLDEN = {
-    "terapipe": (
-        order("terapipe", 3, [2]), None,
-        [
-            "0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1 0RECV_B0.1 0B0.1 0RECV_B0.0 0B0.0",
-            "1RECV_F0.0 1F0.0 1SEND_F0.0 1RECV_F0.1 1F0.1 1SEND_F0.1 "
-            "1RECV_B0.1 1B0.1 1SEND_B0.1 1RECV_B0.0 1B0.0 1SEND_B0.0",
-            "2RECV_F0.0 2F0.0 2RECV_F0.1 2F0.1 2B0.1 2SEND_B0.1 2B0.0 2SEND_B0.0",
-        ],
-    ),
-    "evaluation": (
-        forward_only(2, [2]), None, ["0F0.0 0SEND_F0.0 0F0.1 0SEND_F0.1", "1RECV_F0.0 1F0.0 1RECV_F0.1 1F0.1"]
-    ),
-    # Stages 1 and 2 hand over in memory; nothing goes back to stage 0, which is forward-only.
-    "places": (
-        order("1f1b", FOLDED, [1]), FOLDED,
-        [
-            "0F0.0 0SEND_F0.0 3RECV_F0.0 3F0.0 3B0.0 3SEND_B0.0",
-            "1RECV_F0.0 1F0.0 2F0.0 2SEND_F0.0 2RECV_B0.0 2B0.0 1B0.0",
-        ],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_messages(name):
-    grid, placement, rows = GOLDEN[name]
-    assert rows_of(with_messages(grid, placement)) == rows
 
 
 def test_weight_gradients_come_after_what_the_stage_before_waits_for():

@@ -145,13 +145,6 @@ def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_bat
         assert backward == sorted(backward, key=lambda unit: (unit.micro_batch, -unit.slice))
 
 
-@given(strategies.stages, strategies.slices)
-def test_terapipe_goes_backward_in_exact_reverse_and_holds_the_batch(stages, slices):
-    for row in order("terapipe", stages, slices):
-        units = [action.unit for action in row]
-        assert units == units[::-1] and max(live_units(row)) == sum(slices) == peak_live_units("terapipe", stages, slices)[0]
-
-
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (4, 2), (8, 8)])
 def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
     for stage, row in enumerate(order("1f1b", stages, [1] * micro_batches)):

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import Action, Op, Placement, Unit, check_text, grid_from, order, replay, text_of, validate
+from ds_terapipe.schedule import Action, Op, Placement, Unit, check_text, grid_from, replay, text_of, validate
 from ds_terapipe.schedule import given as schedule_of
-from ds_terapipe.schedule.greedy import Rule, greedy
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.lower import complete, with_messages
 from ds_terapipe.schedule.numbered import Numbered, Problem
@@ -78,19 +77,6 @@ def test_every_searched_order_is_valid_in_the_limit_and_comes_to_its_end(placeme
     check_text(text, placement, slices)
 
 
-@settings(deadline=None, max_examples=20)
-@given(st.integers(1, 4), strategies.few_slices.map(lambda slices: slices[:3]), st.randoms())
-def test_numbered_times_are_those_of_a_replay(stages, slices, random):
-    times: dict[Action, float] = collections.defaultdict(lambda: random.uniform(0.1, 2))
-    placement = Placement.plain(stages)
-    problem = Problem(placement, slices, times.__getitem__, times.__getitem__)
-    of = Numbered(problem)
-    rows = greedy(of, Rule(2, False))
-    assert rows is not None and of.rows_of(of.grid_of(rows)) == rows and (found := of.times(rows)) is not None
-    taken = replay(complete(of.grid_of(rows), placement), problem.seconds, problem.message, placement).makespan
-    assert found.makespan == pytest.approx(taken) and of.times(rows, taken * 0.99) is None
-
-
 def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
     problem = attention_cut(Placement.plain(4), 2, 4, 0.6, 1.0)._replace(limits=[13.0] * 4)
     found, of = search([problem], seconds=0.3), Numbered(problem)
@@ -99,12 +85,6 @@ def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
     early += [[Action(op, 1, Unit(m, 0)) for m in range(8) for op in (Op.FORWARD, Op.BACKWARD)]]
     assert queue_deadlock(complete(early)) == {0: 11, 1: 11}  # 0SEND_F5.0 and 1SEND_B2.0
     assert not queue_deadlock(with_messages(early, None, lambda action: 1.0))
-
-
-def test_orders_of_one_time_leave_slack_between_warm_ups():
-    of = Numbered(Problem(Placement.plain(2), [1] * 4, lambda action: 1.0, apart=False))
-    loose, tight = (of.rows_of(grid) for grid in (order("1f1b", 2, [1] * 4), order("terapipe", 2, [1] * 4)))
-    assert (of.tight(loose), of.tight(tight)) == (0, 1)
 
 
 LINES = ("0F0.0 0F0.1 0B0.1 0W0.1 0B0.0 0W0.0", "1F0.0 1F0.1 1B0.1 1B0.0 1W0.0")
