@@ -2,7 +2,9 @@
 
     deepspeed --num_gpus 4 examples/megatron_gpt.py
 
-``train.py`` is the full script: data files, checkpoints, evaluation, BERT and ViT.
+The settings are in megatron_gpt.json. Two processes share each layer (``--tensor``), and two such pairs are the stages.
+Write your model into ``shape``, and your data in place of ``Text``. ``train.py`` is the full script: data files, checkpoints,
+evaluation, BERT and ViT.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def main() -> None:
     deepspeed.init_distributed()
     topology = initialize_parallel(tensor=args.tensor, pipeline=args.stages)
     if get_accelerator().device_name() == "cuda":
-        model_parallel_cuda_manual_seed(1234)
+        model_parallel_cuda_manual_seed(1234)  # megatron-core's layers draw from its generators on a GPU
     shape = TransformerConfig(
         num_layers=4,
         hidden_size=128,
@@ -68,9 +70,10 @@ def main() -> None:
         args=args, model=model, model_parameters=model.parameters(), training_data=Text(args.length)
     )
     for _ in range(args.steps):
-        value = float(engine.train_batch())
+        value = float(engine.train_batch())  # one optimizer step; the mean loss, on every rank
         if engine.global_rank == 0:
             print(f"step {engine.global_steps}: loss {value:.4f}", flush=True)
+    # engine.save_checkpoint(folder) and engine.load_checkpoint(folder) work as in DeepSpeed
     engine.destroy()
     torch.distributed.destroy_process_group()
 

@@ -2,7 +2,8 @@
 
     python examples/plain_lamb.py
 
-The settings are in plain_lamb.json, spelt as in ds_config.json: the same blocks work under ``deepspeed.initialize``.
+The settings are in plain_lamb.json, spelt as in ds_config.json: the same blocks work under ``deepspeed.initialize``. The
+schedule sets the learning rate, so the optimizer's block has none. Write your model and your batches into ``main``.
 """
 
 from __future__ import annotations

@@ -135,18 +135,18 @@ def test_links() -> None:
 
 
 BANNED = re.compile(r"\b(?i:nobody|whoever|lest|anew)\b|(?:^|(?<=[.:;|] ))What (?!is |does |do |are |to |can |about )[a-z]", re.M)
-LONGEST_PAGE, LONGEST_PARAGRAPH = 12_000, 500
+LONGEST_PAGE, LONGEST_PARAGRAPH, MOST_WORDS = 12_000, 500, 25
 
 
 @pytest.mark.parametrize("name", documents())
 def test_a_page_is_short_and_plain(name: str) -> None:
-    """Paragraphs of five lines of 100 characters; the reference may be long."""
+    """Paragraphs of five lines of 100 characters, sentences of 25 words; the reference may be long."""
     text = (ROOT / name).read_text(encoding="utf-8")
     assert not (found := BANNED.search(text)), f"{found}"
-    if name.startswith("docs/reference/"):
-        return
-    assert len(text.encode()) <= LONGEST_PAGE
+    assert name.startswith("docs/reference/") or len(text.encode()) <= LONGEST_PAGE
     if name.startswith(("docs/tutorials/", "docs/how-to/", "docs/explanation/")):
         parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
-        long = [part for part in parts if len(" ".join(part.split())) > LONGEST_PARAGRAPH and not part.lstrip().startswith("|")]
-        assert not long, long[0]
+        parts = [" ".join(part.split()) for part in parts if not part.lstrip().startswith("|")]
+        assert not (long := [part for part in parts if len(part) > LONGEST_PARAGRAPH]), long[0]
+        sentences = [each for part in parts for each in re.split(r"(?<=[.!?:])\*{0,2} ", re.sub(r"`[^`]*`", "code", part))]
+        assert not (long := [each for each in sentences if len(each.split()) > MOST_WORDS]), long[0]

@@ -53,7 +53,7 @@ class Case:
     stages: int
     freeze: Steps
     resize: Steps
-    slices: int | None = 2
+    slices: int | str | None = 2
     scheduler: str | None = None
     steps: int = 30
     batch: int = 8

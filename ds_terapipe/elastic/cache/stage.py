@@ -56,6 +56,7 @@ class CachedStage(Stage):
             whole = self._batch.cut_inputs(number, self._span(number))
             compute = Compute(functools.partial(self._run_whole, number), self._can_start_inside)
             self._whole[number] = cache.outputs(number, whole, compute)
+        self._memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]

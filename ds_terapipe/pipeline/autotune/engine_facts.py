@@ -162,6 +162,6 @@ def _layer_seconds(engine: Any, consensus: Consensus, times: LayerTimes) -> Laye
     for stage, seconds in consensus.gather((engine.stage_id, times.seconds())):
         if seconds is None:
             return None
-        stages[stage] = max(stages.get(stage, ()), seconds, key=sum)
+        stages[stage] = max(stages.get(stage, seconds), seconds, key=sum)  # of layers that are read, 0
     ends = engine.module.layers_around if hasattr(engine.module, "layers_per_stage") else (0, 0)  # a StagedPipeline
     return LayerSeconds(tuple(stages[stage] for stage in sorted(stages)), ends)
