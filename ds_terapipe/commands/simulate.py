@@ -14,7 +14,7 @@ from ds_terapipe.commands.planning.several import read_placed
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryUse, as_dict, gigabytes
-from ds_terapipe.plan.result import Option, Plan, compact, memory_lines
+from ds_terapipe.plan.result import Plan, compact, memory_lines, option_name
 from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.schedule.orders import INTERLEAVED
@@ -171,7 +171,7 @@ def _one(
         ],
         "memory_bytes": [{"stage": stage, **as_dict(use)} for stage, use in enumerate(memory)],
     }
-    title = Option(str(schedule), slices, 0.0).name
+    title = option_name(schedule, slices)
     return _lines(inputs, data, memory), data, [panel(inputs, title, found, request.placement)]
 
 

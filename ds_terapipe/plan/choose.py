@@ -19,7 +19,7 @@ from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, giga
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
-from ds_terapipe.plan.result import Option, Plan, compact
+from ds_terapipe.plan.result import Option, Plan, compact, option_name
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Placement, Schedule, names_on
@@ -226,6 +226,6 @@ def _too_large(request: Request, timed: Sequence[Candidate]) -> ConfigError:
     need = math.ceil(gigabytes(uses[fullest].total) * 1000) / 1000
     return ConfigError(
         f"{request.limit_name}: got {request.memory_gb:g}, must be at least {need:g}: that is what "
-        f"{row_word(request.where)} {fullest} takes with the thriftiest plan, {Option(schedule, lengths, 0.0).name} "
+        f"{row_word(request.where)} {fullest} takes with the thriftiest plan, {option_name(schedule, lengths)} "
         f"({compact(lengths)} tokens), use {need:g}, a smaller micro-batch or more stages"
     )

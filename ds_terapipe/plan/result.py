@@ -28,11 +28,10 @@ class Option(NamedTuple):
     step_s: float
     fits: bool = True
 
-    @property
-    def name(self) -> str:
-        """Name for a table: ``1f1b, 4 slices``."""
-        count = len(self.slices)
-        return f"{self.schedule}, {'unsliced' if count == 1 else f'{count} slices'}"
+
+def option_name(schedule: str | Schedule, slices: Sequence[int]) -> str:
+    """Return the name of a schedule in these slices for a table: ``1f1b, 4 slices``."""
+    return f"{schedule}, {'unsliced' if len(slices) == 1 else f'{len(slices)} slices'}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,9 @@ class Plan:
         for option in self.losing[:_SHOWN]:
             note = "" if option.fits else "  does not fit into memory"
             seconds, ratio = seconds_text(option.step_s), self._ratio(option)
-            out.append(f"    {option.name:<24}{seconds:>12}  {ratio}  {compact(option.slices)}{note}")
+            out.append(
+                f"    {option_name(option.schedule, option.slices):<24}{seconds:>12}  {ratio}  {compact(option.slices)}{note}"
+            )
         return out
 
     def summary(self) -> list[str]:
@@ -106,7 +107,7 @@ class Plan:
             if place == 0 or len(option.slices) == 1:
                 shown.setdefault(option[1:], option)
         others = [
-            f"; {o.name} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
+            f"; {option_name(o.schedule, o.slices)} {seconds_text(o.step_s)}, {self._ratio(o)}{'' if o.fits else ' (too large)'}"
             for o in [*shown.values()][:2]
         ]
         out = [f"{chosen}, {step.strip()}{''.join(others)}", f"  {made_for}{f'; {self.note}' if self.note else ''}"]
@@ -121,7 +122,7 @@ class Plan:
         parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:])
         bubble = f"bubble {self.bubble['total']:.1%} ({parts})"
         return (
-            f"plan: {Option(self.schedule, self.slices, self.step_s).name}: {compact(self.slices)} tokens",
+            f"plan: {option_name(self.schedule, self.slices)}: {compact(self.slices)} tokens",
             f"for {self.stages} stages{on}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
             f"  step {seconds_text(self.step_s)} predicted, {bubble}",
         )

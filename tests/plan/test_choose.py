@@ -19,7 +19,7 @@ from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.parts import advice_on_two_stages
 from ds_terapipe.plan.placed import placement_text
-from ds_terapipe.plan.result import Option, Plan, compact
+from ds_terapipe.plan.result import Option, Plan, compact, option_name
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
 from ds_terapipe.schedule import NAMES, Op, Placement, validate
 from tests.plan.costs import ExampleCost, compositions
@@ -204,11 +204,11 @@ def test_a_plan_prints_what_was_chosen_and_what_lost(plan):
     printed = "\n".join(plan.lines()).split("other options:")[1].splitlines()[1:]
     assert len(printed) == 10 and len(plan.losing) > 10
     for option, line in zip(plan.losing, printed, strict=False):
-        assert option.name in line and f"{1e3 * option.step_s:.1f} ms" in line
+        assert option_name(option.schedule, option.slices) in line and f"{1e3 * option.step_s:.1f} ms" in line
         assert f"{option.step_s / plan.step_s:.2f}x" in line and ("does not fit" in line) == (not option.fits)
     assert all("  1.00x  " in line for line in dataclasses.replace(plan, step_s=0.0).lines()[-10:])
     step, _, memory = plan.summary()
-    assert "of 1.000 GB, activations " in memory and f"; {plan.losing[0].name} " in step and "unsliced " in step
+    assert "of 1.000 GB, activations " in memory and f"; {option_name(*plan.losing[0][:2])} " in step and "unsliced " in step
     equal = dataclasses.replace(plan, options=[Option(name, (512,), 2.0) for name in NAMES]).summary()[0]
     assert f"; {NAMES[0]}, unsliced 2.000 s" in equal and equal.count("2.000 s") == 1
     assert {*itertools.product(NAMES, (1, 2, 4, 8, 16))} <= {(o.schedule, len(o.slices)) for o in plan.options}

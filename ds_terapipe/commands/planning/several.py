@@ -10,7 +10,7 @@ from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, read
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.improve import GAIN
 from ds_terapipe.plan.placed import placement_text
-from ds_terapipe.plan.result import Option, Plan, seconds_text
+from ds_terapipe.plan.result import Plan, option_name, seconds_text
 from ds_terapipe.schedule import Placement
 from ds_terapipe.schedule.orders import INTERLEAVED
 
@@ -104,6 +104,6 @@ def choose_placed(inputs: Inputs, search_s: float) -> Plan:
             best = plan
     if best is alone:
         return alone
-    name = Option(alone.schedule, alone.slices, 0.0).name
+    name = option_name(alone.schedule, alone.slices)
     ratio = alone.step_s / best.step_s
     return replace(best, note=f"one stage on each place: {name} {seconds_text(alone.step_s)}, {ratio:.2f}x")
