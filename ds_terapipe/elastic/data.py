@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset
 
 from ds_terapipe.elastic.policies.resize import Shape, shape_of
 from ds_terapipe.elastic.redistribute import Ranks, redistributed
-from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, evaluation_micro_batches
+from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, MicroBatches, evaluation_micro_batches
 from ds_terapipe.elastic.settings import ELASTIC_PIPELINE, DataSettings
 from ds_terapipe.errors import bad_value
+from ds_terapipe.job import Job
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch, set_batch
 from ds_terapipe.optim.schedules.phases import micro_batch_sizes
+from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
 
@@ -116,22 +118,21 @@ class ElasticData:
 
     def evaluate(self, engine: Any, dataset: Any) -> float:
         """Return the mean loss over a dataset; see ``ElasticPipelineEngine.evaluate``."""
-        if not len(dataset):
-            raise bad_value("evaluate", 0, "a dataset of one sample or more", "another dataset")
+        samples = agree_on(engine._consensus, "evaluate", dataset)
         replica, total = engine.grid.get_data_parallel_rank(), 0.0
-        collate, count = engine.collate_fn or default_collate, engine.micro_batches
+        read, count = MicroBatches(dataset, engine.collate_fn, self._settings.seed), engine.micro_batches
         self._reads_here = True
         try:
             for weight, parts in evaluation_micro_batches(
-                len(dataset), engine.micro_batch_size, engine.dp_world_size, replica
+                samples, engine.micro_batch_size, engine.dp_world_size, replica
             ):
                 for first in range(0, len(parts), count):
                     some = parts[first : first + count]
-                    batches = (collate([dataset[index] for index in part]) for part in some)
+                    batches = (read[part[0], part] for part in some)
                     total += float(engine.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
         finally:
             self._reads_here = False
-        return total / len(dataset)
+        return total / samples
 
     # ----------------------------------------------------------------------------------------------------------- changes
 
@@ -190,3 +191,35 @@ class ElasticData:
         """End the loader's workers."""
         if self.loader is not None:
             self.loader.close()
+
+
+def agree_on(ranks: Job | Consensus, key: str, dataset: Any) -> int:
+    """Return the number of samples of a dataset that all ranks have, 0 if none has one; collective.
+
+    Args:
+        ranks: of the job.
+        key: beginning of the error message.
+        dataset: this rank's.
+
+    Raises:
+        ConfigError: on every rank, for other numbers on some ranks, or samples without numbers, as of an ``IterableDataset``.
+    """
+    found = ranks.gather(None if dataset is None else _samples_in(dataset))
+    for rank, samples in enumerate(found):
+        if isinstance(samples, str):
+            must = f"a dataset with __len__ and __getitem__ beside {ELASTIC_PIPELINE} (steps know samples by number)"
+            raise bad_value(key, samples, must, "one, a list, or an iterator of micro-batches in place of a dataset")
+        if samples == 0:
+            raise bad_value(key, 0, "a dataset of one sample or more", "another dataset")
+        if samples != found[0]:
+            raise bad_value(
+                key, f"{samples} samples on rank {rank} and {found[0]} on rank 0", "the same on all ranks",
+                "the whole dataset on each (replicas share it)",
+            )  # fmt: skip
+    return found[0] or 0
+
+
+def _samples_in(dataset: Any) -> int | str:
+    """Return the number of samples; the dataset's class if they cannot be numbered."""
+    numbered = all(hasattr(dataset, each) for each in ("__len__", "__getitem__"))
+    return len(dataset) if numbered and not isinstance(dataset, IterableDataset) else type(dataset).__name__

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_terapipe.elastic.controller import ElasticController
+from ds_terapipe.elastic.data import agree_on
 from ds_terapipe.elastic.moves.layers import leave_loss
 from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, check_alike
@@ -34,6 +35,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
     def __init__(self, *args: Any, elastic_pipeline: ElasticPipelineConfig, **kwargs: Any) -> None:
         arguments = {k: value for k, value in kwargs.items() if k not in ("token_pipeline", "model_parameters")}
         check_alike(Job.current().gather(elastic_pipeline.model_dump()))  # before all that depends on it
+        agree_on(Job.current(), "training_data", kwargs.get("training_data"))
         leave_loss(kwargs["model"])
         super().__init__(*args, controller=ElasticController(elastic_pipeline, arguments), **kwargs)
         self._controller.start(self)

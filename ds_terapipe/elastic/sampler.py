@@ -7,12 +7,14 @@ stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from ds_terapipe.errors import bad_value
 
@@ -139,6 +141,10 @@ class ElasticBatchSampler(Sampler[list[int]]):
             self.order = self.order.resized(now, self.consumed)
 
     def __iter__(self) -> Iterator[list[int]]:
+        return (samples for _, samples in self.placed())
+
+    def placed(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield each micro-batch with its first position."""
         shape, step = self._shape, self.consumed
         share = self.batch // self.replicas
         while True:
@@ -146,7 +152,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
             for begin in range(first, first + share, self.micro_batch):
                 if self._shape is not shape:
                     raise RuntimeError("the sampler has got another shape since: use a new iter() of the loader")
-                yield self.order.between(begin, begin + self.micro_batch)
+                yield begin, self.order.between(begin, begin + self.micro_batch)
             step += self.batch
 
     def __len__(self) -> int:
@@ -164,10 +170,43 @@ def _check(batch: int, micro_batch: int, replicas: int, replica: int, consumed: 
         raise bad_value("consumed", consumed, "0 or more", "engine.global_samples")
 
 
+class MicroBatches:
+    """Reader of micro-batches of a dataset, by position and samples.
+
+    A dataset or a collate function may draw masks or crops from the generators of Python, NumPy and PyTorch's CPU. Their
+    draws follow from seed and position. So the first and the last stage draw alike, whatever else their processes draw.
+
+    Args:
+        dataset: with ``__getitem__``, or ``__getitems__`` for several samples at once.
+        collate_fn: as in ``torch.utils.data.DataLoader``.
+        seed: of the draws.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate_fn or default_collate, seed
+
+    def __getitem__(self, key: tuple[int, Sequence[int]]) -> Any:
+        position, samples = key
+        with _drawing(_mixed(self._seed, position)):
+            several = getattr(self._dataset, "__getitems__", None)
+            rows = [self._dataset[index] for index in samples] if several is None else several(list(samples))
+            return self._collate(rows)
+
+
+class _Placed(Sampler[tuple[int, list[int]]]):
+    """Keys of `MicroBatches`."""
+
+    def __init__(self, sampler: ElasticBatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        return self._sampler.placed()
+
+
 class ElasticLoader:
     """Micro-batches of a dataset for this replica, without end: iterable and iterator, the same object in every shape.
 
-    A new iterator draws nothing from torch's global random state, so a reshape does not change later draws.
+    Reading changes no global random state, so a reshape does not change later draws.
 
     Args:
         dataset: with ``__getitem__`` and ``__len__``.
@@ -186,10 +225,12 @@ class ElasticLoader:
         self.dataset = dataset
         self.sampler = sampler
         self._random = torch.Generator()
-        self._loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            collate_fn=collate_fn,
+        read: Any = MicroBatches(dataset, collate_fn, sampler.order.seed)
+        self._loader = DataLoader[Any](
+            read,
+            batch_size=None,
+            sampler=_Placed(sampler),
+            collate_fn=_as_it_is,
             num_workers=num_workers,
             pin_memory=pin_memory,
             generator=self._random,
@@ -204,7 +245,7 @@ class ElasticLoader:
         if self._closed:
             raise RuntimeError("the loader is closed, use it before its engine is destroyed")
         if self._iterator is None:
-            # seeds of workers, which draw e.g. augmentations
+            # seeds of workers, of which a dataset may make generators of its own
             self._random.manual_seed(_mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
             self._iterator = iter(self._loader)
         return next(self._iterator)
@@ -255,6 +296,25 @@ def evaluation_micro_batches(
     rest = [range(at, at + micro_batch) for at in range(shared, whole, micro_batch)]
     last = [range(whole, samples)] if whole < samples else []
     return [(together, mine), (micro_batch, rest), (samples - whole, last)]
+
+
+def _as_it_is(micro_batch: Any) -> Any:
+    return micro_batch
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Context manager in which this process's generators of host numbers begin at a seed; they go on as before."""
+    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(of_torch)
 
 
 def _mixed(*numbers: int) -> int:

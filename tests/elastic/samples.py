@@ -16,18 +16,20 @@ LENGTH = 16
 
 
 class Texts:
-    """Samples ((tokens, positions), targets), each [16]; ``asked`` are the indices in the order in which they were read."""
+    """Samples ((tokens, positions), targets), each [16]; ``asked`` and ``drawn``: indices as they were read, a draw of each."""
 
     def __init__(self, samples: int, seed: int = 7) -> None:
         random = torch.Generator().manual_seed(seed)
         self._texts = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=random)
         self.asked: list[int] = []
+        self.drawn: list[float] = []
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         self.asked.append(int(index))
+        self.drawn.append(float(torch.rand(())))  # of a mask, say
         return self.sample(int(index))
 
     def sample(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:

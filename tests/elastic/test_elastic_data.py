@@ -43,7 +43,7 @@ def from_training_data() -> dict[str, Any]:
     for step in range(CASE.steps):
         found["losses"].append(float(engine.train_batch()))
         found["shapes"].append(tuple(engine.shape))
-        found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.take()))
+        found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.take(), tuple(data.drawn[-1:])))
         if step in CHANGES:
             sets = datasets()
             found["evaluated"][step] = [engine.evaluate(each) for each in sets], [each.take() for each in sets]
@@ -106,13 +106,17 @@ ranks = launched(worker, RANKS, timeout=200)
 
 def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any) -> None:
     ranks, order = [rank["training_data"] for rank in ranks], SampleOrder(SAMPLES, True, SEED)
-    steps = [order.between(step * CASE.batch, (step + 1) * CASE.batch) for step in range(CASE.steps)]
+    steps, seen = [order.between(step * CASE.batch, (step + 1) * CASE.batch) for step in range(CASE.steps)], set[Any]()
     for number, (wanted, (stages, replicas, *_)) in enumerate(zip(steps, SHAPES, strict=True)):
         for stage in range(stages):
-            parts = {r: asked for s, r, asked in (found["read"][number] for found in ranks) if s == stage}
+            parts = {r: asked for s, r, asked, _ in (found["read"][number] for found in ranks) if s == stage}
             together = [index for replica in range(replicas) for index in parts[replica]]
             assert together == (wanted if stage in (0, stages - 1) else []), (number, stage)
             assert len({len(asked) for asked in parts.values()}) == 1
+        # both ends of a pipeline draw alike, e.g. which tokens are masked, and no other pipeline or step does
+        drawn = {(r, each) for s, r, _, each in (found["read"][number] for found in ranks) if s in (0, stages - 1)}
+        assert len(drawn) == len({each for _, each in drawn}) == replicas and not drawn & seen
+        seen |= drawn
     epochs = [index for step in steps for index in step]
     assert sorted(epochs[:SAMPLES]) == list(range(SAMPLES)) and epochs[:SAMPLES] != epochs[SAMPLES : 2 * SAMPLES]
     data, evaluated, size = Texts(SAMPLES), {}, CASE.size

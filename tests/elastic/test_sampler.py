@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ds_terapipe.elastic.sampler import ElasticBatchSampler, ElasticLoader, SampleOrder
 from ds_terapipe.errors import ConfigError
@@ -21,19 +23,6 @@ BATCH = 12
 Shape = tuple[int, int]  # samples of a micro-batch, and replicas
 SHAPES: list[Shape] = [(m, r) for m in (1, 2, 3, 4, 6, 12) for r in (1, 2, 3, 4, 6) if BATCH % (m * r) == 0]
 RUNS = st.lists(st.tuples(st.sampled_from(SHAPES), st.integers(1, 4)), min_size=1, max_size=6)
-
-
-class Numbers(Dataset):
-    """Sample n is n."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> Any:
-        return index
 
 
 def taken(micro_batches: Iterator[Any], count: int) -> list[int]:
@@ -71,7 +60,7 @@ def make(samples: int, shape: Shape, consumed: int = 0, **more: Any) -> list[Ela
 def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, shuffle, seed, runs):
     """So every sample comes exactly once per epoch. A shape is that of a live loader, or of new samplers: a resumed run."""
     order, consumed, seen = SampleOrder(samples, shuffle, seed), 0, Counter[int]()
-    state, live = torch.get_rng_state(), ElasticLoader(Numbers(samples), make(samples, (12, 1), shuffle=shuffle, seed=seed)[0])
+    state, live = torch.get_rng_state(), ElasticLoader(range(samples), make(samples, (12, 1), shuffle=shuffle, seed=seed)[0])
     same = iter(live)
     for (micro, replicas), steps in runs:
         resumed = make(samples, (micro, replicas), consumed, shuffle=shuffle, seed=seed)
@@ -102,12 +91,12 @@ def test_another_batch_goes_on_behind_the_last_sample_and_another_length_begins_
 
 def test_an_iterator_of_the_shape_before_refuses_to_go_on() -> None:
     sampler = ElasticBatchSampler(100, BATCH, micro_batch=2)
-    old = iter(DataLoader(Numbers(100), batch_sampler=sampler))
+    old = iter(DataLoader(range(100), batch_sampler=sampler))
     assert next(old).tolist() == [0, 1]
     sampler.reshape(3, 2, 1, BATCH)
     with pytest.raises(RuntimeError, match=r"use a new iter\(\) of the loader"):
         next(old)
-    assert next(iter(DataLoader(Numbers(100), batch_sampler=sampler))).tolist() == [18, 19, 20]
+    assert next(iter(DataLoader(range(100), batch_sampler=sampler))).tolist() == [18, 19, 20]
 
 
 def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing() -> None:
@@ -117,16 +106,14 @@ def test_a_shape_that_leaves_something_over_is_refused_and_changes_nothing() -> 
     assert next(iter(sampler)) == [0, 1] and sampler.batch == BATCH
 
 
-class Augmented(Numbers):
-    """Adds a number that the worker draws."""
-
-    def __getitem__(self, index: int) -> float:
-        return index + torch.rand(()).item()
+class Augmented(list[int]):
+    def __getitem__(self, index: Any) -> float:
+        return index + (torch.rand(()).item() + random.random() + np.random.rand()) / 3
 
 
-def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, dataset: Any = Numbers, **more: Any) -> Any:
+def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, dataset: Any = range(30), **more: Any) -> Any:
     sampler = ElasticBatchSampler(30, BATCH, micro_batch=shape[0], replicas=shape[1], replica=replica, **more)
-    return ElasticLoader(dataset(30), sampler, num_workers=workers)
+    return ElasticLoader(dataset, sampler, num_workers=workers)
 
 
 def test_a_reshape_ends_workers_and_drops_what_they_have_read() -> None:
@@ -141,16 +128,18 @@ def test_a_reshape_ends_workers_and_drops_what_they_have_read() -> None:
     assert set(multiprocessing.active_children()) == before
 
 
-def test_workers_draw_the_same_after_a_reshape_and_in_a_resumed_run() -> None:
-    def drawn(consumed: int, reshaped: bool, replica: int = 0) -> list[float]:
-        loader = loader_of((6, 2), replica, 1, Augmented, consumed=0 if reshaped else consumed)
+def test_what_is_drawn_follows_from_the_position_whoever_reads_and_whatever_was_drawn_before() -> None:
+    def drawn(consumed: int, reshaped: bool, replica: int = 0, workers: int = 1) -> list[float]:
+        loader = loader_of((6, 2), replica, workers, Augmented(range(30)), consumed=0 if reshaped else consumed)
         if reshaped:
             next(loader)
             loader.reshape(6, 2, replica, consumed)
+        states = random.random(), np.random.rand(), torch.rand(()), torch.get_rng_state(), random.getstate()
         found = next(loader).tolist()
+        assert torch.equal(states[3], torch.get_rng_state()) and states[4] == random.getstate()
         loader.close()
         return found
 
-    assert drawn(24, True) == drawn(24, False)
+    assert drawn(24, True) == drawn(24, False) == drawn(24, False, workers=0)
     fractions = [[value % 1 for value in drawn(*which)] for which in ((0, False), (24, False), (0, False, 1))]
     assert fractions[0] != fractions[1] and fractions[0] != fractions[2]
