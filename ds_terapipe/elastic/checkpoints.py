@@ -8,26 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
-
 from ds_terapipe.elastic.changing import Change
-from ds_terapipe.elastic.moves.masters import is_wrapped
 from ds_terapipe.elastic.moves.start import places_for
-from ds_terapipe.elastic.saved.named import NamedCheckpointer, put
-from ds_terapipe.elastic.saved.order import numbers_of
+from ds_terapipe.elastic.saved.named import NamedCheckpointer, put, users
 from ds_terapipe.elastic.saved.restore import about, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
-from ds_terapipe.elastic.saved.universal import (
-    CARRIED,
-    KEY,
-    Universal,
-    groups_filled,
-    info,
-    kind_of,
-    to_carry,
-    untrained,
-)
-from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
@@ -55,20 +40,8 @@ class ElasticCheckpointer(NamedCheckpointer):
     def write_beside(self, engine: Any, folder: Path, names: Names) -> None:
         """Write the file of the elastic part into the folder of a checkpoint; collective."""
         parts = self._consensus.gather(about(engine, names))
-        state = {**self._state(engine), "optimizer": parts}
+        state = {**self.state(engine), "optimizer": parts}
         self._consensus.decide(lambda: write_json(folder / ELASTIC_STATE, state))
-
-    def client_state(self, engine: Any, names: Names) -> dict[str, Any]:
-        """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
-        if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
-            return {}
-        sharded = engine.grid.model_parallel_size > 1
-        kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
-        said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds, names)))
-        carried = to_carry(engine, self._state(engine), said)
-        if carried and not engine.zero_optimization():
-            carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
-        return carried
 
     def load(
         self,
@@ -92,8 +65,10 @@ class ElasticCheckpointer(NamedCheckpointer):
                 No optimiser state for a trained parameter: only the frozen layers have been changed.
         """
         if engine.load_universal_checkpoint():
-            wants_optimizer = load_optimizer_states and not load_module_only
-            return self._load_universal(engine, load, load_dir, tag, load_lr_scheduler_states, wants_optimizer)
+            return super().load(
+                engine, load, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states,
+                load_module_only,
+            )  # fmt: skip
         folder, whole = self.recover(engine, load_dir, tag), not load_module_only
         optimizer, scheduler = load_optimizer_states and whole, load_lr_scheduler_states and whole
         state = self._consensus.decide(lambda: read_checked(folder)) if folder is not None and whole else None
@@ -114,8 +89,15 @@ class ElasticCheckpointer(NamedCheckpointer):
         )  # fmt: skip
         if put_states is not None:
             put_states()
-        self._load_state(engine, state)
-        return path, _users(client_state)
+        self.load_state(engine, state)
+        return path, users(client_state)
+
+    def prepare(self, engine: Any, state: Any) -> None:
+        """Override `NamedCheckpointer.prepare`: check the state, and freeze as many layers; collective."""
+        if state is not None:
+            now = {**self._state_here(engine), "tensor_parallel_size": state["tensor_parallel_size"]}
+            self._consensus.agree(error_of(lambda: check(state, now)))
+            self._take_shape(engine, state, stays=True)
 
     def _take_shape(self, engine: Any, state: Any, stays: bool) -> None:
         """Freeze as many layers as a checkpoint has, and take its shape unless this one ``stays``; collective."""
@@ -129,7 +111,7 @@ class ElasticCheckpointer(NamedCheckpointer):
             Whether this shape stays, and whether the optimizer's state is read by name.
         """
         topology, chunks = engine.module._topo, ModelChunks(engine.module)
-        now = self._state(engine)
+        now = self.state(engine)
         self._consensus.agree(error_of(lambda: check(state, now)))
         same_parts = state["parts"] == now["parts"] and state["places"] == now["places"]
         movable = engine.elastic_pipeline.moves and state["places"] == [*places_for(engine, state["stages"])]
@@ -146,52 +128,8 @@ class ElasticCheckpointer(NamedCheckpointer):
         self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
         return True, True
 
-    def _load_universal(
-        self, engine: Any, load: Callable[..., Any], load_dir: Any, tag: Any, lr_scheduler: bool, optimizer: bool
-    ) -> Any:
-        """Load the output of `ds_to_universal` into the present shape.
-
-        Raises:
-            ConfigError: on every rank; only the frozen layers may have been changed.
-        """
-        universal = self.on_all(lambda: self._read_universal(engine, load_dir, tag, optimizer))
-        state = universal.state
-        if state is not None:
-            self._take_shape(engine, state, stays=True)
-        self._consensus.agree(error_of(lambda: universal.check(numbers_of(engine), untrained(engine.module))))
-        zero = engine.zero_optimization()
-        with groups_filled(engine, universal.folder):
-            path, client_state = self.load_checked(
-                engine, load, load_dir, tag, load_optimizer_states=zero, load_lr_scheduler_states=lr_scheduler
-            )
-            if not zero:  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
-                engine._load_zero_checkpoint(load_dir, universal.folder.name)
-        if not zero:
-            engine.optimizer.update_lp_params()
-        universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
-        self._load_state(engine, state)
-        return path, _users(client_state)
-
-    def _read_universal(self, engine: Any, load_dir: Any, tag: Any, whole: bool) -> Universal:
-        if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
-            raise bad_value(
-                KEY, True, "false without bf16 or ZeRO-1, and with fp16", '"zero_optimization": {"stage": 1}'
-            )
-        if not whole:
-            raise ConfigError(
-                "load_checkpoint: got load_module_only or no optimizer states beside checkpoint.load_universal, must be the "
-                "whole training, use a checkpoint that is not converted"
-            )
-        universal = Universal(load_dir, tag)
-        if not (universal.folder / "zero").is_dir():
-            raise ConfigError(f"{KEY}: got {universal.folder}, must be an output folder of ds_to_universal, use one")
-        if universal.state is not None:
-            now = self._state_here(engine)
-            check(universal.state, {**now, "tensor_parallel_size": universal.state["tensor_parallel_size"]})
-        return universal
-
-    def _state(self, engine: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint; collective."""
+    def state(self, engine: Any) -> dict[str, Any]:
+        """Override `NamedCheckpointer.state`: shape, policies and data; collective."""
         return {**self._state_here(engine), "norms": self._controller.freezing.norms.state(self._consensus)}
 
     def _state_here(self, engine: Any) -> dict[str, Any]:
@@ -212,8 +150,8 @@ class ElasticCheckpointer(NamedCheckpointer):
             **parts.freezing.state(),
         }
 
-    def _load_state(self, engine: Any, state: Any) -> None:
-        """Restore a checkpoint's decisions, norms, seed and order of samples; None: the order of samples alone."""
+    def load_state(self, engine: Any, state: Any) -> None:
+        """Override `NamedCheckpointer.load_state`: restore decisions, norms, seed and order of samples; None: the last alone."""
         parts = self._controller
         parts.data.follow_shape(engine)
         if state is not None:
@@ -224,10 +162,3 @@ class ElasticCheckpointer(NamedCheckpointer):
         elif engine.global_steps:
             parts.data.note_epochs(engine)
             parts.freezing.freezer.begin(engine.global_steps)
-
-
-def _users(client_state: Any) -> Any:
-    """Return the user's part of a client state."""
-    if client_state and client_state.pop(CARRIED, None) is not None:
-        client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
-    return client_state
