@@ -8,27 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
-
 from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.elastic.changing import Change
-from ds_terapipe.elastic.moves.masters import is_wrapped
 from ds_terapipe.elastic.moves.start import places_for
-from ds_terapipe.elastic.saved.named import NamedCheckpointer, put
-from ds_terapipe.elastic.saved.order import numbers_of
+from ds_terapipe.elastic.saved.named import NamedCheckpointer, put, users
 from ds_terapipe.elastic.saved.restore import about, read_by
 from ds_terapipe.elastic.saved.state import check, read_checked, resized
-from ds_terapipe.elastic.saved.universal import (
-    CARRIED,
-    KEY,
-    Universal,
-    groups_filled,
-    info,
-    kind_of,
-    to_carry,
-    untrained,
-)
-from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.json_files import write_json
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
@@ -55,20 +40,8 @@ class ElasticCheckpointer(NamedCheckpointer):
     def write_beside(self, engine: Any, folder: Path, names: Names) -> None:
         """Write the file of the elastic part into the folder of a checkpoint; collective."""
         parts = self._consensus.gather(about(engine, names))
-        state = {**self._state(engine), "optimizer": parts}
+        state = {**self.state(engine), "optimizer": parts}
         self._consensus.decide(lambda: write_json(folder / ELASTIC_STATE, state))
-
-    def client_state(self, engine: Any, names: Names) -> dict[str, Any]:
-        """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
-        if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
-            return {}
-        sharded = engine.grid.model_parallel_size > 1
-        kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
-        said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds, names)))
-        carried = to_carry(engine, self._state(engine), said)
-        if carried and not engine.zero_optimization():
-            carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
-        return carried
 
     def load(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
         """Load a checkpoint, in its own shape if these processes can form it.
@@ -81,7 +54,7 @@ class ElasticCheckpointer(NamedCheckpointer):
                 No optimiser state for a trained parameter: only the frozen layers have been changed.
         """
         if engine.load_universal_checkpoint():
-            return self._load_universal(engine, load, given)
+            return super().load(engine, load, given)
         folder, state, put_states = self.recover(engine, given.load_dir, given.tag), None, None
         if folder is not None:
             if not given.load_module_only:
@@ -96,8 +69,15 @@ class ElasticCheckpointer(NamedCheckpointer):
                     saved = self.read_named(engine, folder, state.get("optimizer") or [])
                     put_states = partial(put, engine, saved, given.scheduler)
         path, client_state = self.load_checked(engine, load, given, put_states)
-        self._load_state(engine, state)
-        return path, _users(client_state)
+        self.load_state(engine, state)
+        return path, users(client_state)
+
+    def prepare(self, engine: Any, state: Any) -> None:
+        """Override `NamedCheckpointer.prepare`: check the state, and freeze as many layers; collective."""
+        if state is not None:
+            now = {**self._state_here(engine), "tensor_parallel_size": state["tensor_parallel_size"]}
+            self._consensus.together(lambda: check(state, now))
+            self._take_shape(engine, state, stays=True)
 
     def _take_shape(self, engine: Any, state: Any, stays: bool) -> None:
         """Freeze as many layers as a checkpoint has, and take its shape unless this one ``stays``; collective."""
@@ -111,7 +91,7 @@ class ElasticCheckpointer(NamedCheckpointer):
             Whether this shape stays, and whether the optimizer's state is read by name.
         """
         topology, chunks = engine.module._topo, ModelChunks(engine.module)
-        now = self._state(engine)
+        now = self.state(engine)
         self._consensus.together(lambda: check(state, now))
         same_parts = state["parts"] == now["parts"] and state["places"] == now["places"]
         movable = engine.elastic_pipeline.moves and state["places"] == [*places_for(engine, state["stages"])]
@@ -128,49 +108,8 @@ class ElasticCheckpointer(NamedCheckpointer):
         self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
         return True, True
 
-    def _load_universal(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
-        """Load the output of `ds_to_universal` into the present shape.
-
-        Raises:
-            ConfigError: on every rank; only the frozen layers may have been changed.
-        """
-        universal = self.on_all(lambda: self._read_universal(engine, given))
-        state = universal.state
-        if state is not None:
-            self._take_shape(engine, state, stays=True)
-        self._consensus.together(lambda: universal.check(numbers_of(engine), untrained(engine.module)))
-        zero = engine.zero_optimization()
-        with groups_filled(engine, universal.folder):
-            kept = LoadArguments(given.load_dir, given.tag, load_lr_scheduler_states=given.load_lr_scheduler_states)
-            path, client_state = self.load_checked(engine, load, kept._replace(load_optimizer_states=zero))
-            if not zero:  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
-                engine._load_zero_checkpoint(given.load_dir, universal.folder.name)
-        if not zero:
-            engine.optimizer.update_lp_params()
-        universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
-        self._load_state(engine, state)
-        return path, _users(client_state)
-
-    def _read_universal(self, engine: Any, given: LoadArguments) -> Universal:
-        if not is_wrapped(engine.optimizer) or engine.fp16_enabled():
-            raise bad_value(
-                KEY, True, "false without bf16 or ZeRO-1, and with fp16", '"zero_optimization": {"stage": 1}'
-            )
-        if not given.optimizer:
-            raise ConfigError(
-                "load_checkpoint: got load_module_only or no optimizer states beside checkpoint.load_universal, must be the "
-                "whole training, use a checkpoint that is not converted"
-            )
-        universal = Universal(given.load_dir, given.tag)
-        if not (universal.folder / "zero").is_dir():
-            raise ConfigError(f"{KEY}: got {universal.folder}, must be an output folder of ds_to_universal, use one")
-        if universal.state is not None:
-            now = self._state_here(engine)
-            check(universal.state, {**now, "tensor_parallel_size": universal.state["tensor_parallel_size"]})
-        return universal
-
-    def _state(self, engine: Any) -> dict[str, Any]:
-        """Return the state for a checkpoint; collective."""
+    def state(self, engine: Any) -> dict[str, Any]:
+        """Override `NamedCheckpointer.state`: shape, policies and data; collective."""
         return {**self._state_here(engine), "norms": self._controller.freezing.norms.state(self._consensus)}
 
     def _state_here(self, engine: Any) -> dict[str, Any]:
@@ -191,8 +130,8 @@ class ElasticCheckpointer(NamedCheckpointer):
             **parts.freezing.state(),
         }
 
-    def _load_state(self, engine: Any, state: Any) -> None:
-        """Restore a checkpoint's decisions, norms, seed and order of samples; None: the order of samples alone."""
+    def load_state(self, engine: Any, state: Any) -> None:
+        """Override `NamedCheckpointer.load_state`: restore decisions, norms, seed and order of samples; None: the last alone."""
         parts = self._controller
         parts.data.follow_shape(engine)
         if state is not None:
@@ -203,10 +142,3 @@ class ElasticCheckpointer(NamedCheckpointer):
         elif engine.global_steps:
             parts.data.note_epochs(engine)
             parts.freezing.freezer.begin(engine.global_steps)
-
-
-def _users(client_state: Any) -> Any:
-    """Return the user's part of a client state."""
-    if client_state and client_state.pop(CARRIED, None) is not None:
-        client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
-    return client_state

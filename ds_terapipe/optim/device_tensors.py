@@ -11,11 +11,20 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.deepspeed_state import Fragment, fragments_in, link
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim import modes
 from ds_terapipe.optim.op.segments import Part, rows_pattern, runs
+from ds_terapipe.parameter_marks import is_torch_shard
 
 _MEMORY = (Tensor.stride, Tensor.numel, attrgetter("device"))  # where elements are, apart from the address
+
+
+def require_whole(tensor: Tensor) -> None:
+    """Refuse a shard of PyTorch's. Raises ConfigError."""
+    if is_torch_shard(tensor):
+        got = f"FusedLamb with a {type(tensor).__name__} shard of shape {tuple(tensor.shape)}"
+        rule = "a whole tensor, or one that DeepSpeed or Megatron divide (a shard's norm is not its layer's)"
+        raise bad_value("optimizer.type", got, rule, "DDP, or ZeRO-1 or 2")
 
 
 @dataclass
@@ -42,6 +51,8 @@ class Record:
             ConfigError: the boundaries of the layers within the tensors cannot be known.
         """
         tensors = self.group["params"]
+        for tensor in tensors:  # FSDP2's take the places of parameters behind the optimizer's back
+            require_whole(tensor)
         found = fragments_in(tensors, self.originals)
         if found is None:
             given, now = (

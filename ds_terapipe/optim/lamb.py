@@ -12,12 +12,11 @@ from torch._compile import _disable_dynamo
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.optim import modes, state_dicts, telemetry
-from ds_terapipe.optim.device_tensors import DeviceTensors, Record, by_device, fingerprint
+from ds_terapipe.optim.device_tensors import DeviceTensors, Record, by_device, fingerprint, require_whole
 from ds_terapipe.optim.op import backends, segments
 from ds_terapipe.optim.op.device_table import DeviceTable
 from ds_terapipe.optim.op.step_tensors import TYPES
 from ds_terapipe.optim.sharding import Group, Groups, all_reduce
-from ds_terapipe.parameter_marks import is_torch_shard
 
 
 class FusedLamb(torch.optim.Optimizer):
@@ -153,12 +152,7 @@ class FusedLamb(torch.optim.Optimizer):
             modes.resolve(group)
             for parameter in group["params"]:
                 segments.rows_pattern(parameter, group["split_qkv"])
-                if is_torch_shard(parameter):
-                    got = f"FusedLamb with a {type(parameter).__name__} shard of shape {tuple(parameter.shape)}"
-                    rule = (
-                        "a whole tensor, or one that DeepSpeed or Megatron divide (a shard's norm is not its layer's)"
-                    )
-                    raise bad_value("optimizer.type", got, rule, "DDP, or ZeRO-1 or 2")
+                require_whole(parameter)
                 if parameter.layout != torch.strided or parameter.dtype not in TYPES:
                     got = f"{parameter.layout} parameter of {parameter.dtype}"
                     raise bad_value("optimizer.type", got, "dense float32, float16 or bfloat16", "model.float()")

@@ -70,7 +70,7 @@ class StepRules:
     def _renew_on_host(self, steps: list[Any]) -> None:
         self._counts = np.array(list(map(int, steps)), dtype=np.int64)
         self._number(self._counts)
-        self.values = torch.tensor(self._settings(self._counts[self._cohorts] + 1), dtype=torch.float64)
+        self.values = _on_host(self._settings(self._counts[self._cohorts] + 1))
         self.has_started = bool((self._counts[self._active] > 0).any())
 
     def _renew_on_device(self, steps: list[Any]) -> None:
@@ -82,7 +82,7 @@ class StepRules:
         rules = self._settings([0] * len(self._cohorts))
         if rules != self._sent:
             assert self._op is not None
-            self._op.write_rules(self.values, torch.tensor(rules, dtype=torch.float64))
+            self._op.write_rules(self.values, _on_host(rules))
             self._sent = rules
         for cohort, member in enumerate(self._cohorts):
             lr = self._group(member)["lr"]
@@ -142,5 +142,10 @@ class StepRules:
     def steps_made(self) -> Tensor:
         """The most steps that an active tensor has made before, a float64 scalar. Waits for nothing."""
         if self._op is None:
-            return torch.tensor(float(self._counts[self._active].max(initial=0)), dtype=torch.float64)
+            return _on_host(float(self._counts[self._active].max(initial=0)))
         return (self.values[:, modes.STEP].max() - 1).clamp(min=0)
+
+
+def _on_host(values: Any) -> Tensor:
+    """Return float64 in host memory, also where PyTorch's default device is another one."""
+    return torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -61,7 +61,7 @@ class Delayed:
     def __init__(self, values: Tensor) -> None:
         self._event = None
         if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))

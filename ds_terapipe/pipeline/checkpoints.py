@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -150,15 +151,14 @@ class Checkpointer:
         tag: Any,
         client_state: Mapping[str, Any],
         latest: bool,
-        *args: Any,
-        **kwargs: Any,
+        exclude_frozen_parameters: bool = False,
     ) -> Any:
         """Save a checkpoint with ``save``, which is ``DeepSpeedEngine.save_checkpoint``.
 
         Args:
             engine: the engine to save.
-            save: called with ``save_dir``, ``tag``, ``client_state``, ``latest``, ``*args`` and ``**kwargs``.
-            save_dir, tag, client_state, latest: its arguments; no ``tag``: that of the step.
+            save: called with the other arguments.
+            save_dir, tag, client_state, latest, exclude_frozen_parameters: its arguments; no ``tag``: that of the step.
 
         Raises:
             ConfigError: on every rank, if ranks give different tags.
@@ -170,20 +170,26 @@ class Checkpointer:
         plans = engine._slicer.state()
         with self.as_saved(engine) as placed:
             ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}
-            client_state = {**self.client_state(engine, placed["names"]), **client_state, **ours}
+            facts = self.client_state(engine, placed["names"], not exclude_frozen_parameters)
+            client_state = {**facts, **client_state, **ours}
+            save = partial(save, exclude_frozen_parameters=exclude_frozen_parameters)
             if isinstance(engine.checkpoint_engine, TorchCheckpointEngine):
-                return self._save_whole(
-                    engine, save, save_dir, tag, client_state, latest, placed["names"], *args, **kwargs
-                )
+                return self._save_whole(engine, save, save_dir, tag, client_state, latest, placed["names"])
             # other engines write later, or elsewhere
             self._consensus.decide(lambda: (Path(save_dir) / tag / MANIFEST).unlink(missing_ok=True))
             self.write_beside(engine, Path(save_dir) / tag, placed["names"])
-            return save(save_dir, tag, client_state, latest, *args, **kwargs)
+            return save(save_dir, tag, client_state, latest)
 
     def _save_whole(
-        self, engine: Any, save: Callable[..., Any], save_dir: Any, tag: str, client_state: Any, latest: bool, names: Names,
-        *args: Any, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        engine: Any,
+        save: Callable[..., Any],
+        save_dir: Any,
+        tag: str,
+        client_state: Any,
+        latest: bool,
+        names: Names,
+    ) -> Any:
         whole = self._whole(engine, save_dir, tag)
         whole.begin()
         folder = whole.unfinished / tag
@@ -192,7 +198,7 @@ class Checkpointer:
             self._watchdog.waiting("all ranks to write their files", **_LONG),
             manifest.saving(engine.checkpoint_engine) as files,
         ):
-            saved = save(str(whole.unfinished), tag, client_state, False, *args, **kwargs)
+            saved = save(str(whole.unfinished), tag, client_state, False)
         of_ranks = self._consensus.gather(manifest.entries_of(files, folder))
         whole.finish(latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
@@ -202,8 +208,14 @@ class Checkpointer:
         """Context manager in which the optimizer's state is that of this rank's files; yields the record of it."""
         yield {**ModelChunks(engine.module).placed, "names": names_in(engine)}
 
-    def client_state(self, engine: Any, names: Names) -> dict[str, Any]:
-        """Return what is added to the client state in DeepSpeed's own files; ``names``: as recorded."""
+    def client_state(self, engine: Any, names: Names, frozen: bool) -> dict[str, Any]:
+        """Return what is added to the client state in DeepSpeed's own files.
+
+        Args:
+            engine: the engine to save.
+            names: as recorded.
+            frozen: whether frozen parameters are saved.
+        """
         return {}
 
     def write_beside(self, engine: Any, folder: Path, names: Names) -> None:

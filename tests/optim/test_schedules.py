@@ -29,15 +29,6 @@ def sgd(*lrs: float, default: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=default)
 
 
-def lrs_used(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> list[float]:
-    """The LR that the optimizer has at each of its steps, with the schedule stepped behind it as DeepSpeed does."""
-    used = []
-    for _ in range(steps):
-        used.append(float(optimizer.param_groups[0]["lr"]))
-        schedule.step()
-    return used
-
-
 def close(value: Any, rel: float = 1e-12) -> Any:
     return pytest.approx(value, rel=rel, abs=0)
 
@@ -90,26 +81,14 @@ def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:
     assert [float(group["lr"]) for group in optimizer.param_groups] == close([1e-3, 1e-4, 0.0]) == schedule.get_lr()
     assert optimizer.param_groups[1]["lr"] is held
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.05})
-    lrs_used(optimizer, schedule, 20)
+    for _ in range(20):
+        schedule.step()
     loaded = sgd(0.1, 0.01, 0.0, 0.05, default=0.1)
     loaded.load_state_dict(optimizer.state_dict())
     for ended in (optimizer, loaded):  # at an LR of zero: a second training begins at the first one's start
         second = LambWarmup(ended, batch_size=64, **PARAMS)
         assert second.get_lr() == close([2e-4, 2e-5, 0.0, 1e-4])
         assert torch.optim.lr_scheduler.LinearLR(ended).base_lrs == close([0.1, 0.01, 0.0, 0.05])
-
-
-def test_resumed_in_an_optimizer_that_was_loaded() -> None:
-    for after in (0, 3, 5, 12, 20):
-        optimizers = [sgd(0.1, 0.02) for _ in range(3)]
-        whole, saved, resumed = (LambWarmup(optimizer, batch_size=64, **PARAMS) for optimizer in optimizers)
-        expected = lrs_used(optimizers[0], whole, 24)
-        lrs_used(optimizers[1], saved, after)
-        # new groups in the place of those that the schedule was built with
-        optimizers[2].load_state_dict(optimizers[1].state_dict())
-        resumed.load_state_dict(saved.state_dict())
-        assert lrs_used(optimizers[2], resumed, 24 - after) == expected[after:]
-        assert optimizers[2].param_groups[1]["lr"] == optimizers[0].param_groups[1]["lr"]
 
 
 def test_another_schedulers_state_is_refused() -> None:
@@ -153,20 +132,21 @@ def changed(index: int, **keys: Any) -> list[dict[str, Any]]:
 
 
 def test_the_lr_of_every_step_and_resumed_anywhere_and_with_a_warning_in_other_phases(caplog: pytest.LogCaptureFixture) -> None:
-    first = sgd()
+    first = sgd(0.1, 0.02)
     schedule = build_scheduler("MixedBatch", {"phases": SMALL}, {})(first)
     phases = [(0, 8, 16)] * 4 + [(1, 4, 32)] * 5 + [(2, 4, 32)] * 4
     with caplog.at_level("WARNING", "ds_terapipe"):
         for lr, phase in zip(SMALL_LRS, phases, strict=True):
-            optimizer = sgd()
+            optimizer = sgd(0.1, 0.02)
             resumed = MixedBatch(optimizer, phases=SMALL)
+            optimizer.load_state_dict(first.state_dict())  # new groups in the place of those that it was built with
             resumed.load_state_dict(schedule.state_dict())
-            lrs = [each.param_groups[0]["lr"] for each in (first, optimizer)]
-            assert lrs == [schedule.get_lr()[0]] * 2 == pytest.approx([lr] * 2, rel=1e-12)
+            lrs = [[group["lr"] for group in each.param_groups] for each in (first, optimizer)]
+            assert lrs == [schedule.get_lr()] * 2 and lrs[0] == pytest.approx([lr, lr / 5], rel=1e-12)
             assert (resumed.phase_index, resumed.phase.batch_size, resumed.phase.seq_length) == phase
             schedule.step()
         assert not caplog.records and schedule.total_steps == 11
-        MixedBatch(sgd(), phases=SMALL[1:]).load_state_dict(schedule.state_dict())
+        MixedBatch(sgd(0.1, 0.02), phases=SMALL[1:]).load_state_dict(schedule.state_dict())
     assert "other phases" in caplog.text
 
 

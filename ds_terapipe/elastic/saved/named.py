@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.ops.adam import FusedAdam
 
 from ds_terapipe import tensor_files
+from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
 from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, replace
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
@@ -31,11 +33,13 @@ from ds_terapipe.elastic.saved.order import (
     stage_members,
 )
 from ds_terapipe.elastic.saved.restore import SavedStates
-from ds_terapipe.errors import bad_value
+from ds_terapipe.elastic.saved.universal import CARRIED, Universal, groups_filled, info, kind_of, to_carry, untrained
+from ds_terapipe.elastic.saved.universal import KEY as UNIVERSAL
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import PLACED_STATE
-from ds_terapipe.pipeline.checkpoints import Checkpointer
+from ds_terapipe.pipeline.checkpoints import Checkpointer, Names
 from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.parameter_groups import check_inside, drop_unused, make_alike, settings_of
@@ -45,6 +49,54 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 
 class NamedCheckpointer(Checkpointer):
     """Reads the optimizer's state by name if it was not saved on these stages, and saves that of a plain pipeline."""
+
+    def state(self, engine: Any) -> dict[str, Any] | None:
+        """Return what a universal checkpoint holds beside tensors; collective."""
+        return None
+
+    def prepare(self, engine: Any, state: Any) -> None:
+        """Prepare an engine for a universal checkpoint with this state, None without one; collective."""
+
+    def load_state(self, engine: Any, state: Any) -> None:
+        """Restore what :meth:`state` has returned, or begin without; collective."""
+
+    def client_state(self, engine: Any, names: Names, frozen: bool) -> dict[str, Any]:
+        """Return facts that `ds_to_universal` needs, for the files that it copies; collective."""
+        if layout_of(engine) != FLAT:
+            return {}
+        sharded = engine.grid.model_parallel_size > 1
+        kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
+        said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds, names)))
+        state = self.state(engine)
+        carried = to_carry(engine, state, said, frozen and state is not None)
+        if carried and not engine.zero_optimization():
+            carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
+        return carried
+
+    def load(self, engine: Any, load: Callable[..., Any], given: LoadArguments) -> Any:
+        """Load a checkpoint, also the output of `ds_to_universal`, which goes into the present shape.
+
+        Raises:
+            ConfigError: on every rank; of a universal checkpoint only the frozen layers may have been changed.
+        """
+        if not engine.load_universal_checkpoint():
+            path, client_state = super().load(engine, load, given)
+            return path, users(client_state)
+        universal = self.on_all(lambda: _read_universal(engine, given))
+        self.prepare(engine, universal.state)
+        wanted = untrained(engine.module) if given.load_module_strict else {}
+        self._consensus.together(lambda: universal.check(numbers_of(engine), wanted))
+        zero = engine.zero_optimization()
+        with groups_filled(engine, universal.folder):
+            kept = LoadArguments(given.load_dir, given.tag, load_lr_scheduler_states=given.load_lr_scheduler_states)
+            path, client_state = self.load_checked(engine, load, kept._replace(load_optimizer_states=zero))
+            if not zero:  # BF16_Optimizer could, but DeepSpeed asks for ZeRO
+                engine._load_zero_checkpoint(given.load_dir, universal.folder.name)
+        if not zero:
+            engine.optimizer.update_lp_params()
+        universal.fill(engine.module, engine.grid.get_slice_parallel_rank(), engine.grid.model_parallel_size)
+        self.load_state(engine, universal.state)
+        return path, users(client_state)
 
     @contextmanager
     def as_saved(self, engine: Any) -> Iterator[dict[str, Any]]:
@@ -99,6 +151,27 @@ class PlacedController(Controller):
     def new_checkpointer(self, consensus: Consensus) -> Checkpointer:
         """Return what saves checkpoints, and loads those of any placement."""
         return NamedCheckpointer(consensus)
+
+
+def _read_universal(engine: Any, given: LoadArguments) -> Universal:
+    if layout_of(engine) != FLAT:
+        raise bad_value(UNIVERSAL, True, "false without bf16 or ZeRO-1", '"zero_optimization": {"stage": 1}')
+    if not given.optimizer:
+        raise ConfigError(
+            "load_checkpoint: got load_module_only or no optimizer states beside checkpoint.load_universal, must be the "
+            "whole training, use a checkpoint that is not converted"
+        )
+    universal = Universal(given.load_dir, given.tag)
+    if not (universal.folder / "zero").is_dir():
+        raise ConfigError(f"{UNIVERSAL}: got {universal.folder}, must be an output folder of ds_to_universal, use one")
+    return universal
+
+
+def users(client_state: Any) -> Any:
+    """Return the user's part of a client state."""
+    if client_state and client_state.pop(CARRIED, None) is not None:
+        client_state.pop(UNIVERSAL_CHECKPOINT_INFO, None)
+    return client_state
 
 
 def check_kinds(engine: Any, parts: Sequence[Mapping[str, Any] | None]) -> None:

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_INFO,
 )
 from deepspeed.runtime.pipe.module import PipelineModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_terapipe import deepspeed_state, tensor_files
 from ds_terapipe.deepspeed_state import Absent
@@ -112,13 +112,14 @@ def _patterns(names: Any) -> list[str]:
     return [f"^{re.escape(name)}$" for name in sorted(names)]
 
 
-def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None) -> dict[str, Any]:
+def to_carry(engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] | None, frozen: bool) -> dict[str, Any]:
     """Return this rank's additions to its ``mp_rank`` file.
 
     Args:
         engine: the engine that saves.
-        state: state of `ElasticCheckpointer`.
+        state: state of `ElasticCheckpointer`; None: of another engine.
         said: `info`; None: the checkpoint can't be converted.
+        frozen: whether frozen parameters are among the additions.
     """
     if said is None:
         return {}
@@ -127,10 +128,11 @@ def to_carry(engine: Any, state: Mapping[str, Any], said: dict[str, Any] | None)
         name: Part(tensor.detach().cpu().clone(), kind_of(tensor, sharded))
         for name, tensor in untrained(engine.module).items()
         if engine.save_non_zero_checkpoint  # one replica writes them
+        and (frozen or not isinstance(tensor, nn.Parameter))
     }
     parts = {name: (part.value, part.kind) for name, part in rest.items()}  # plain types for other readers
     carried = {
-        "state": dict(state),
+        "state": state,
         "tensor": engine.grid.get_slice_parallel_rank(),
         "untrained": parts,
         "groups": numbers_of(engine),
@@ -163,11 +165,12 @@ class Universal:
         self.folder = Path(folder) / str(tag_of(folder, tag, KEY, LATEST))
         self.state: dict[str, Any] | None = None
         self._groups: dict[str, int] = {}
+        self._is_ours = False
         parts: dict[str, dict[int, Part]] = {}
         for path in sorted(self.folder.glob("mp_rank_*_model_states.pt")):
             carried = tensor_files.read(KEY, path, mapped=False, proven=True).get(CARRIED)
             if carried is not None:
-                self.state = self.state or carried["state"]
+                self._is_ours, self.state = True, self.state or carried["state"]
                 self._groups |= carried["groups"]
                 for name, part in carried["untrained"].items():
                     parts.setdefault(name, {})[carried["tensor"]] = Part(*part)
@@ -184,12 +187,14 @@ class Universal:
             ConfigError: naming a damaged or missing file, or a parameter in another group: rates go by group number.
         """
         missing = [name for name in names if not (self.folder / "zero" / name / "fp32.pt").is_file()]
-        if self.state is not None:
-            missing += [name for name in wanted if name not in self.untrained]
+        use = "ds_to_universal on a checkpoint of the same layers"
+        if self._is_ours and not missing:
+            missing = [name for name in wanted if name not in self.untrained]
+            use += ", or load_module_strict=False to keep those of the model"
         if missing:
             raise ConfigError(
-                f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, use "
-                "ds_to_universal on a checkpoint of the same layers"
+                f"{KEY}: got {self.folder} without {', '.join(sorted(missing)[:3])}, must have all that this engine has, "
+                f"use {use}"
             )
         for path in (path for name in sorted(names) for path in sorted((self.folder / "zero" / name).glob("*.pt"))):
             state = tensor_files.read(KEY, path, proven=True)

@@ -98,7 +98,7 @@ class DeviceTable:
     def _start(self, factor: float, max_norm: float) -> Tensor:
         """Control values before anything is found; on the device, where a copy needs no kernel."""
         if self._known_start is None or self._known_start[0] != (factor, max_norm):
-            values = torch.tensor([factor, max_norm, 0.0, 0.0], dtype=torch.float64)
+            values = torch.tensor([factor, max_norm, 0.0, 0.0], dtype=torch.float64, device="cpu")
             self._known_start = (factor, max_norm), values.to(self.device)
         return self._known_start[1]
 
