@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
+from ds_terapipe.pipeline.token_shares import applied_to_parts
 from ds_terapipe.plan.stages import even
 
 
@@ -58,11 +59,17 @@ class StagedPipeline(PipelineModule):
         return sorted({stage for stage, some in Job.current().gather(trains) if not some})
 
     def check_without_keys(self) -> None:
-        """Refuse idle stages beside others, where DeepSpeed's own engine is to run the pipeline; collective.
+        """Refuse what DeepSpeed's own engine would run the pipeline wrongly with; collective.
 
         Raises:
-            ConfigError: on every rank. DeepSpeed (0.19.8) fails on the idle stage, in the optimizer, its wrapper or clipping.
+            ConfigError: on every rank. Gradients of weights that tensor-parallel ranks apply to parts are not summed there. On an
+                idle stage beside others 0.19.8 fails, in the optimizer, its wrapper or clipping.
         """
+        if any(Job.current().gather(bool(applied_to_parts(self)))):
+            raise ConfigError(
+                "token_pipeline: got none with sequence_parallel or qk_layernorm, must be there (DeepSpeed's own engine does not "
+                'sum the gradients of norms over tensor-parallel ranks), use "token_pipeline": {"slices": 1}'
+            )
         idle = self.idle_stages
         if idle and len(idle) < self.num_stages:
             raise ConfigError(

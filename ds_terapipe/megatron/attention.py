@@ -111,6 +111,16 @@ class Norm:
         return norm
 
 
+class HeadNorm:
+    """The norm of a head's queries or keys; that of ``qk_l2_norm`` has no weights, and computes as megatron-core's ``L2Norm``."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
+        """Make it."""
+        if config.qk_l2_norm:
+            return nn.RMSNorm(hidden_size, eps=eps, elementwise_affine=False)
+        return Norm(config, hidden_size, eps)
+
+
 def rotary_embedding(rotary: Any, start: int, length: int, device: torch.device) -> Tensor:
     """Rotary angles of positions ``[start, start + length)``: [length, 1, 1, d].
 

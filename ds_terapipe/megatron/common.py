@@ -22,13 +22,27 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "multi_latent_attention": (False, "only self-attention is built"),
     "experimental_attention_variant": (None, "only self-attention is built"),
     "window_size": (None, "attention is over the whole context"),
+    "qk_clip": (False, "no step clips queries and keys after the optimizer's"),
+    "layernorm_zero_centered_gamma": (False, "norms are PyTorch's, which multiply by their weights"),
     "softmax_type": ("vanilla", "attention goes through PyTorch's scaled dot product attention"),
+    "heterogeneous_block_specs": (False, "all layers are alike"),
+    "calculate_per_token_loss": (False, "the loss of a step is the mean of its micro-batches' means"),
+    "enable_autocast": (False, "use DeepSpeed's torch_autocast"),
+    "cuda_graph_impl": ("none", "slices of a layer have several lengths"),
     "fp32_residual_connection": (False, "tensors between stages have the model's type"),
     "recompute_granularity": (None, "use DeepSpeed's activation checkpointing"),
     "fp8": (None, "the local layers have no fp8"),
     "fp4": (None, "the local layers have no fp4"),
     "cpu_offloading": (False, "activations stay where they are"),
     "fine_grained_activation_offloading": (False, "activations stay where they are"),
+    **dict.fromkeys(
+        ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+        (None, "use the argument layers_per_stage"),
+    ),
+    **dict.fromkeys(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        (False, "use the argument layers_per_stage"),
+    ),
     "virtual_pipeline_model_parallel_size": (None, "DeepSpeed's pipeline has one part of the model a stage"),
 }
 
@@ -50,8 +64,6 @@ def core_config(config: TransformerConfig) -> TransformerConfig:
     config = copy.copy(config)
     config.use_cpu_initialization = True
     config.pipeline_model_parallel_size = 1
-    config.pipeline_model_parallel_layout = None
-    config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
     return config
 
 
@@ -117,7 +129,3 @@ def _check_sizes(config: TransformerConfig, topology: ProcessTopology, sizes: Ma
             raise ConfigError(
                 f"{name}: got {size}, must be a multiple of the tensor parallel size, use e.g. {-(-size // tensor) * tensor}"
             )
-    if config.qk_layernorm and tensor > 1:
-        raise ConfigError(
-            "qk_layernorm: got true, must be false under tensor parallelism, use tensor_model_parallel_size 1"
-        )

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.megatron.attention import CausalAttention, Norm, rotary_embedding
+from ds_terapipe.megatron.attention import CausalAttention, HeadNorm, Norm, rotary_embedding
 from ds_terapipe.megatron.parallel import process_groups
 from ds_terapipe.pipeline.operators.context import current_span
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
@@ -172,8 +172,8 @@ def without_kernels(spec: ModuleSpec, config: TransformerConfig, attention: type
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
     parts = spec.submodules.self_attention.submodules
     parts.core_attention = attention
-    if config.qk_layernorm:
-        parts.q_layernorm = parts.k_layernorm = Norm
+    if config.qk_l2_norm or config.qk_layernorm:
+        parts.q_layernorm = parts.k_layernorm = HeadNorm
     return spec
 
 

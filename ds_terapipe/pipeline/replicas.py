@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from ds_terapipe.overrides import override
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.stage import Stage
-from ds_terapipe.pipeline.token_shares import summed_over_shares
+from ds_terapipe.pipeline.token_shares import applied_to_parts
 from ds_terapipe.schedule import Action, Op
 
 _ALONE = 2**18  # elements from which on a separate message is faster than two copies (and needs no memory)
@@ -135,7 +135,7 @@ class ReplicaGradients(Observer):
     def _complete_ones(self) -> dict[int, list[Parameter]]:
         module = self._engine.module
         shared = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
-        shared |= {id(parameter) for parameter in summed_over_shares(module)}
+        shared |= {id(parameter) for parameter in applied_to_parts(module)}
         of_stage = {number: _parameters(stage) for number, stage in self._stages.items()}
         used = Counter(id(parameter) for parameters in of_stage.values() for parameter in parameters)
         return {

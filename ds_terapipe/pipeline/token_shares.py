@@ -7,7 +7,8 @@ are ranks, and a rank's share of a slice is not a part of its share of the seque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,38 +77,44 @@ def is_divided(layer: Any) -> bool:
     return any(getattr(holder, "sequence_parallel", False) is True for holder in holders)
 
 
-def sum_over_shares(engine: Any, shares: TokenShares) -> None:
-    """Sum the gradients of weights that each rank applies to its own share of the tokens only; collective.
+def sum_over_parts(engine: Any, weights: Iterable[Any]) -> None:
+    """Sum the gradients of :func:`applied_to_parts` over the tensor-parallel ranks; collective.
 
     As Megatron's ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
     """
-    of_type: dict[torch.dtype, list[Tensor]] = {}
-    parameter: Any
-    for parameter in summed_over_shares(engine.module):
-        gradient = parameter._hp_grad if engine.using_bf16_optimizer else parameter.grad
+    group, of_type = engine.grid.get_slice_parallel_group(), defaultdict(list)
+    for weight in weights:
+        gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
         if gradient is not None:
-            of_type.setdefault(gradient.dtype, []).append(gradient)
+            of_type[gradient.dtype].append(gradient)
     for gradients in of_type.values():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=shares.group)
+        dist.all_reduce(flat, group=group)
         parts = flat.split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
-def summed_over_shares(module: nn.Module) -> list[nn.Parameter]:
-    """Return trained norms, and biases behind row-parallel products.
+def applied_to_parts(module: Any) -> list[nn.Parameter]:
+    """Return trained weights that tensor-parallel ranks hold alike and apply to parts of the tokens or heads only.
 
-    Megatron marks these parameters. Megatron-DeepSpeed's norm for devices without its fused one marks its weight only.
+    With sequence parallelism these are norms, and biases behind row-parallel products. Megatron marks them.
+    Megatron-DeepSpeed's norm for devices without its fused one marks its weight only. Norms of queries and keys see a rank's
+    own heads. Megatron knows them by these names.
     """
+    if module.mpu().get_slice_parallel_world_size() == 1:
+        return []
     found: dict[int, nn.Parameter] = {}
     for layer in module.modules():
         divided = getattr(layer, "sequence_parallel", False) is True
         for parameter in layer.parameters(recurse=False):
             whole = divided and not getattr(parameter, "tensor_model_parallel", False)
-            if parameter.requires_grad and (whole or getattr(parameter, "sequence_parallel", False) is True):
+            if whole or getattr(parameter, "sequence_parallel", False) is True:
                 found[id(parameter)] = parameter
-    return list(found.values())
+        if hasattr(layer, "linear_qkv"):
+            norms = getattr(layer, "q_layernorm", None), getattr(layer, "k_layernorm", None)
+            found.update((id(weight), weight) for norm in norms if norm is not None for weight in norm.parameters())
+    return [parameter for parameter in found.values() if parameter.requires_grad]
 
 
 def check_length(total: int, multiple: int) -> None:

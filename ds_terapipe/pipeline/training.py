@@ -19,7 +19,7 @@ from ds_terapipe.pipeline.recording.report import emit, log_step
 from ds_terapipe.pipeline.replicas import reduce_replicas
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.step_runner import StepRequest
-from ds_terapipe.pipeline.token_shares import sum_over_shares
+from ds_terapipe.pipeline.token_shares import applied_to_parts, sum_over_parts
 from ds_terapipe.pipeline.trained import check_optimizer
 from ds_terapipe.schedule import Grid
 
@@ -117,9 +117,9 @@ def _deferring(engine: Any) -> tuple[int, ...]:
 def _finish(engine: Any) -> None:
     """Finish a step after its schedule: reduce gradients, update weights, bring the loss to all stages."""
     collective = engine._recorder.collective
-    if engine._runtime.shares is not None:
-        with collective("shared tokens", "the all-reduce of gradients over ranks that share tokens"):
-            sum_over_shares(engine, engine._runtime.shares)
+    if partial := applied_to_parts(engine.module):
+        with collective("shared tokens", "the all-reduce of gradients over ranks that share tokens or heads"):
+            sum_over_parts(engine, partial)
     with collective("tied gradients", "the all-reduce of tied gradients"):
         reduce_tied(engine, engine._exec_reduce_tied_grads)
     with collective("gradients", "the all-reduce of gradients over data-parallel replicas"):

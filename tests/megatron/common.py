@@ -20,7 +20,7 @@ class Model:
 
     position: str = "learned"
     tied: bool = True
-    modern: bool = False  # grouped queries, RMS norm, SwiGLU, no biases
+    modern: bool = False  # grouped queries with norms, RMS norm, SwiGLU, no biases
     dtype: torch.dtype = torch.float32
     checkpoint_interval: int = 0
     sequence_parallel: bool = False
@@ -32,7 +32,7 @@ def config(model: Model, tensor: int) -> Any:
 
     modern = {
         "num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": False, "qk_layernorm": True,
     }  # fmt: skip
     return TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,

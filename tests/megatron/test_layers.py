@@ -61,8 +61,7 @@ def test_attention_is_causal_softmax_attention(s: int, groups: int) -> None:
 def test_attention_drops_out_while_training_only_and_refuses_what_is_not_causal() -> None:
     module, (q, k, v) = attention(attention_dropout=0.5), torch.randn(3, 6, 2, 4, 8)
     assert not torch.equal(module(q, k, v), module(q, k, v))
-    module.eval()
-    assert torch.equal(module(q, k, v), module(q, k, v))
+    assert torch.equal(module.eval()(q, k, v), module(q, k, v))
     with pytest.raises(ConfigError, match="must be plain causal attention"):
         module(q, k, v, torch.ones(1, 1, 6, 6).bool())
     with pytest.raises(ConfigError, match="must be causal self-attention"):
@@ -75,7 +74,7 @@ def test_lamb_makes_no_sums_over_one_tensor_parallel_rank(alone: None) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
-    layer = layers.GPTLayer(config(rotary_interleaved=interleaved), 1, layers.Rotary(), seed=1)
+    layer = layers.GPTLayer(config(rotary_interleaved=interleaved, qk_l2_norm=interleaved), 1, layers.Rotary(), seed=1)
     hidden = torch.randn(12, 2, 32)
 
     def queries(part: torch.Tensor) -> torch.Tensor:
@@ -86,6 +85,7 @@ def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.Monk
         return torch.cat(seen[0], dim=-1)
 
     whole = queries(hidden)
+    assert ((whole.square().mean(-1) - 1).abs().max() < 1e-2) == interleaved, "qk_l2_norm"
     for start, stop in ((0, 5), (5, 6), (6, 12)):
         monkeypatch.setattr(layers, "current_span", functools.partial(Span, start, stop, 12))
         torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
@@ -111,8 +111,7 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
         for start, stop in ((0, 3), (3, 4), (4, 10))
     ]
     gradients = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (wanted, sum(parts))]
-    for got in (loss(logits, (targets, mask)), sum(parts)):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close((loss(logits, (targets, mask)), sum(parts)), (wanted, wanted))
     torch.testing.assert_close(*gradients)
     assert torch.equal(logits.detach(), before)
     empty = loss(logits.bfloat16(), (targets, torch.zeros_like(mask)))
@@ -120,8 +119,10 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
 
 
 @pytest.mark.parametrize(("changes", "arguments", "message"), [
-    ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"),
-    ({"window_size": (8, 0)}, {}, "window_size"),
+    ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"), ({"window_size": (8, 0)}, {}, "window_size"),
+    ({"qk_clip": True}, {}, "qk_clip"), ({"account_for_loss_in_pipeline_split": True}, {}, "use the argument layers_per_stage"),
+    ({"layernorm_zero_centered_gamma": True}, {}, "gamma"), ({"enable_autocast": True}, {}, "use DeepSpeed's torch_autocast"),
+    ({"calculate_per_token_loss": True}, {}, "micro-batches"), ({"cuda_graph_impl": "local"}, {}, "several lengths"),
     ({"num_query_groups": 3}, {}, r"num_query_groups: got 3, must be a divisor of num_attention_heads \(4\), use e.g. 4"),
     ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
     ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
@@ -141,18 +142,19 @@ def seeded(rank: int, size: int) -> tuple[float, float]:
         assert relative(found[-1]["2" + key[1:]], found[-1][key]) > 1.0, "two layers with the same weights"
         if tensor > 1:
             destroy_parallel()
-    one, same, other = found
-    return max(relative(same[name], weight) for name, weight in one.items()), relative(other[key], one[key])
+    return max(relative(found[1][name], weight) for name, weight in found[0].items()), relative(found[2][key], found[0][key])
 
 
 def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[float], dict[str, Any]]]:
     """Losses and weights of two steps on two tensor-parallel ranks, with sequence parallelism and without."""
     found = {}
     for shares, slices in ((False, 1), (True, 1), (True, 3), (True, [4, 2, 10])):
-        module = build(Model("learned", dtype=torch.float64, sequence_parallel=shares), tensor=2)
-        engine = build_engine(
-            (), None, made=module, token_pipeline={"slices": slices}, dtype=torch.float64, micro_batches=2, batch=2
-        )
+        module = build(Model("learned", modern=True, dtype=torch.float64, sequence_parallel=shares), tensor=2)
+        if shares:
+            with pytest.raises(ConfigError, match="got none with sequence_parallel or qk_layernorm"):
+                module.check_without_keys()
+        engine = build_engine((), None, made=module, token_pipeline={"slices": slices}, dtype=torch.float64,
+                              micro_batches=2, batch=2)  # fmt: skip
         data = batches()
         losses = [float(engine.train_batch(data)) for _ in range(2)]
         found[shares, str(slices)] = losses, whole_tensors(module)
@@ -174,8 +176,7 @@ def test_ranks_that_share_tokens_train_as_those_that_have_all_of_them(on_shares:
 
 
 def test_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:
-    for same, other in ranks:
-        assert same == 0.0 and other > 1.0
+    assert all(same == 0.0 and other > 1.0 for same, other in ranks)
 
 
 def test_other_sizes_are_refused() -> None:

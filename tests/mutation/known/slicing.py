@@ -16,7 +16,7 @@ KNOWN = (
           "[alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)]", "list(as_tuple(value))",
           "tests/rows/test_rows.py -k writing"),
     Known("gradients of shared tokens are each rank's own", "pipeline.token_shares",
-          "        dist.all_reduce(flat, group=shares.group)\n", "", "tests/megatron/test_layers.py -k share"),
+          "        dist.all_reduce(flat, group=group)\n", "", "tests/megatron/test_layers.py -k share"),
     Known("a gradient of shared tokens lacks those of other ranks", "pipeline.operators.deferred",
           "shares.sum(of_input)", "shares.own(of_input)", "tests/megatron/test_layers.py -k share"),
     Known("a document sees those before it", "pipeline.documents", "np.where(padding, inside, starts)",
