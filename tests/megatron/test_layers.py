@@ -120,8 +120,7 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
 
 
 @pytest.mark.parametrize(("changes", "arguments", "message"), [
-    ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"),
-    ({"window_size": (8, 0)}, {}, "window_size"),
+    ({"num_moe_experts": 2}, {}, "num_moe_experts: got 2, must be None"), ({"window_size": (8, 0)}, {}, "window_size"),
     ({"num_query_groups": 3}, {}, r"num_query_groups: got 3, must be a divisor of num_attention_heads \(4\), use e.g. 4"),
     ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
     ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
