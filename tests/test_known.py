@@ -63,12 +63,9 @@ def test_a_step_that_ran_as_it_must_passes() -> None:
 
 
 @pytest.mark.parametrize(("step", "wanted", "text"), [
-    ({**UNCUT, "layers": ()}, (CUT, 2), "ran slices of"),
-    ({"units": (6, 5)}, (CUT, 2), r"ran \(6, 5\) units"),
-    ({"layers": (1,)}, (CUT, 2), r"layers \[1\], not of 2"),
-    ({"often": 2}, (CUT, 2), "layer 1 called"),
-    ({"often": 2, "missing": [(2, 0, 0)]}, (CUT,), "layer 2 called"),
-    (UNCUT, (WHOLE, 2), r"layers \[1, 2\], not of 2"),
+    ({**UNCUT, "layers": ()}, (CUT, 2), "ran slices of"), ({"units": (6, 5)}, (CUT, 2), r"ran \(6, 5\) units"),
+    ({"layers": (1,)}, (CUT, 2), r"layers \[1\], not of 2"), ({"often": 2}, (CUT, 2), "layer 1 called"),
+    ({"often": 2, "missing": [(2, 0, 0)]}, (CUT,), "layer 2 called"), (UNCUT, (WHOLE, 2), r"layers \[1, 2\], not of 2"),
 ])  # fmt: skip
 def test_any_other_step_fails(step: dict[str, Any], wanted: tuple[Any, ...], text: str) -> None:
     with pytest.raises(AssertionError, match=text):

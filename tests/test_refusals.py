@@ -128,8 +128,7 @@ LAYERS = {
     "compiled forward": (lambda: changed(lambda m: setattr(m, "forward", torch.compile(m.forward))), "is compiled"),
     "compiled function": (lambda: torch.compile(torch.relu), "is compiled"),
     "DeepSpeed's experts": (lambda: MoE(4, Plain(), num_experts=2), EXPERTS),
-    "megatron-core's experts": (Experts, "(Experts) is a mixture of experts"),
-    "SwitchMLP": (lambda: named("SwitchMLP"), EXPERTS),
+    "megatron-core's experts": (Experts, "(Experts) is a mixture of experts"), "SwitchMLP": (lambda: named("SwitchMLP"), EXPERTS),
     "Ulysses attention": (lambda: DistributedAttention(Plain(), None), SHARES),
     "FPDT": (lambda: Plain(ds_sequence_parallel_fpdt=True), SHARES),
     "sequence_parallel layer": (lambda: Plain(sequence_parallel=True), SEQUENCE),
@@ -293,8 +292,7 @@ DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothin
 
 
 @pytest.mark.parametrize(("stages", "config", "lines"), [
-    (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]),
-    (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
+    (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]), (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
     (2, {"token_pipeline": AUTO_ALONE}, []),
     (2, {"gradient_clipping": None}, ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over"]),
 ])  # fmt: skip

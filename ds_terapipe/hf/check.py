@@ -97,9 +97,9 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
         "intermediate_size": 2 * size,
         "vocab_size": _VOCABULARY,
         "sliding_window": _WINDOW,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "pad_token_id": 0,  # of no token here; some configurations take no None
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
     for name, value in wanted.items():
         if getattr(tiny, name, None) is not None:

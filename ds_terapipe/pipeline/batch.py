@@ -97,7 +97,7 @@ def read_step(
     cut_labels: bool,
     documents_of: Callable[[Any], Documents | None] | None = None,
     multiple: int = 1,
-    followed: MutableMapping[Any, bool] | None = None,
+    followed: MutableMapping[Any, Any] | None = None,
 ) -> StepBatch:
     """Check and cut the items of the data iterator: one (inputs, labels) per micro-batch, each a tensor or several.
 
@@ -134,7 +134,7 @@ def read_step(
 
 
 def _plan(
-    value: Any, slices: int | Sequence[int] | str, given: Any, key: str, followed: MutableMapping[Any, bool] | None
+    value: Any, slices: int | Sequence[int] | str, given: Any, key: str, followed: MutableMapping[Any, Any] | None
 ) -> tuple[int, tuple[TensorCut, ...]]:
     tensors = as_tuple(value)
     if slices != 1:

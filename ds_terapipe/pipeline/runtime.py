@@ -194,7 +194,7 @@ class PipelineRuntime:
                     each.action_ends(action)
             self.links.finish()
             for stage in self.stages.values():
-                stage.context.check_recomputed()
+                stage.context.check_step()
             for each in self._observers:
                 each.step_ends()
         finally:

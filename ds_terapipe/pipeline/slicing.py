@@ -7,6 +7,7 @@ that names the key ``cut``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -78,6 +79,7 @@ class TensorCut(NamedTuple):
 
 
 WHOLE = TensorCut()
+HIDES = 1e3  # less than a visible number, in a mask that is added to scores
 
 
 def slice_lengths(total: int, slices: int | Sequence[int], multiple: int = 1) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def plan_cuts(
     tensors: Sequence[Tensor],
     given: Sequence[int | Sequence[int] | None] | None,
     key: str,
-    followed: MutableMapping[Any, bool] | None = None,
+    followed: MutableMapping[Any, Any] | None = None,
 ) -> tuple[int, tuple[TensorCut, ...]]:
     """Return the sequence length of a micro-batch and the cut of each of its tensors.
 
@@ -175,18 +177,51 @@ def plan_cuts(
         tensors: inputs or labels of the micro-batch, batch first.
         given: the user's ``cut``, one entry per tensor: a dimension, [row, column], or None for a tensor that stays whole.
         key: name of the tensors in errors: ``inputs`` or ``labels``.
-        followed: whether dimensions of earlier micro-batches were as long as the sequence; those of this one are added.
+        followed: what holds for tensors of earlier micro-batches: dimensions as long as the sequence, values of hidden
+            tokens in masks. Those of this one are added.
     """
     if given is not None:
-        return _given_cuts(tensors, given, key)
-    total = _sequence_length(tensors, key)
-    batch = _flat(tensors)[0][1].shape[0]
-    cuts = tuple(_infer(index, tensor, total, key, batch) for index, tensor in enumerate(tensors))
-    _refuse_chance(tensors, total, key, {} if followed is None else followed)
+        total, cuts = _given_cuts(tensors, given, key)
+    else:
+        total = _sequence_length(tensors, key)
+        batch = _flat(tensors)[0][1].shape[0]
+        cuts = tuple(_infer(index, tensor, total, key, batch) for index, tensor in enumerate(tensors))
+        _refuse_chance(tensors, total, key, {} if followed is None else followed)
+    for index, (tensor, cut) in enumerate(zip(tensors, cuts, strict=True)):
+        if followed is not None and cut.row is not None and cut.column is not None:
+            _refuse_seen_future(tensor.movedim((cut.row, cut.column), (-2, -1)), f"{key}[{index}]", followed)
     return total, cuts
 
 
-def _refuse_chance(tensors: Sequence[Tensor], total: int, key: str, followed: MutableMapping[Any, bool]) -> None:
+def _refuse_seen_future(mask: Tensor, name: str, followed: MutableMapping[Any, Any]) -> None:
+    """Refuse a mask [..., S, S] by which tokens see later ones, where none did in the first micro-batch, as of a prefix.
+
+    Slices leave out the columns behind their end, and only the first micro-batch is compared with its slices. Later
+    tokens are hidden by False, by a number far below the others, or by Megatron's True. A bias hides nothing.
+    """
+    future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)
+    if not mask[..., future].numel():
+        return
+    low, high = _bounds(mask[..., future])
+    if name not in followed:
+        least, most = _bounds(mask[..., ~future])
+        below, above = low == high < most and high <= least, low == high > least and low >= most
+        followed[name] = (-math.inf, most - HIDES) if most - high >= HIDES else (low, high) if below or above else None
+    hidden = followed[name]
+    if hidden is not None and not hidden[0] <= low <= high <= hidden[1]:
+        raise ConfigError(
+            f"the data iterator: got a mask, {name}, by which tokens see later ones, must hide these as in the first "
+            'micro-batch, use "slices": 1 with such a prefix'
+        )
+
+
+def _bounds(values: Tensor) -> tuple[float, float]:
+    """Return the least and the largest number."""
+    low, high = (values.byte() if values.dtype == torch.bool else values).aminmax()
+    return float(low), float(high)
+
+
+def _refuse_chance(tensors: Sequence[Tensor], total: int, key: str, followed: MutableMapping[Any, Any]) -> None:
     """Refuse a dimension that is as long as the sequence in some micro-batches only: features, as many by chance."""
     for index, tensor in enumerate(tensors):
         for dimension, size in enumerate(tensor.shape[1:], start=1):

@@ -61,7 +61,7 @@ class StepRunner:
         self._load, self._device = load, device
         # whether layers trained when all were verified, on any rank; holds after moves too
         self._verified: set[bool] = set()
-        self._followed: dict[Any, bool] = {}
+        self._followed: dict[Any, Any] = {}
 
     def read(
         self,

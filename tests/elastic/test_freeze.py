@@ -111,8 +111,7 @@ def test_a_plateau_freezes_from_the_front_after_some_intervals_and_at_most_a_sha
     ((1.0, 1.05, 1.05, 1.05), [0, 0, 1, 2]),
     ((1.0, 1.05, 1.22, 1.22), [0, 0, 0, 1]),  # by 16%: neither counts nor begins again
     ((1.0, 1.05, 1.30, 1.30), [0, 0, 0, 0]),  # by 24%
-    ((1.0, NAN, 1.0, NAN), [0, 0, 0, 0]),
-    ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),
+    ((1.0, NAN, 1.0, NAN), [0, 0, 0, 0]), ((0.0, 0.0, 0.0, 0.0), [0, 0, 0, 0]),
 ])  # fmt: skip
 def test_a_plateau_is_left_at_twice_the_change_that_makes_it(norms: Sequence[float], frozen: list[int]) -> None:
     history = [[norm, 9.0, 9.0] for norm in norms]

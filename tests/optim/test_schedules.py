@@ -49,11 +49,9 @@ def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: 
 
 
 @pytest.mark.parametrize(("ramp", "expected"), [
-    (Ramp(8.0, 8, 4), [2, 4, 6, 8, 8, 6, 4, 2, 0, 0]),
-    (Ramp(8.0, 8, 4, decay_from="start"), [2, 4, 6, 8, 4, 3, 2, 1, 0, 0]),
+    (Ramp(8.0, 8, 4), [2, 4, 6, 8, 8, 6, 4, 2, 0, 0]), (Ramp(8.0, 8, 4, decay_from="start"), [2, 4, 6, 8, 4, 3, 2, 1, 0, 0]),
     (Ramp(8.0, 8, 4, power=2.0), [2, 4, 6, 8, 8, 4.5, 2, 0.5, 0, 0]),
-    (Ramp(8.0, 8, 4, end_lr=4.0), [2, 4, 6, 8, 8, 7, 6, 5, 4, 4]),
-    (Ramp(8.0, 4, 0), [8, 6, 4, 2, 0]),
+    (Ramp(8.0, 8, 4, end_lr=4.0), [2, 4, 6, 8, 8, 7, 6, 5, 4, 4]), (Ramp(8.0, 4, 0), [8, 6, 4, 2, 0]),
     (Ramp(8.0, 2, 2, end_lr=1.0), [4, 8, 1, 1]),
 ])  # fmt: skip
 def test_ramp_by_hand(ramp: Ramp, expected: list[float]) -> None:

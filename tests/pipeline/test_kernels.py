@@ -244,8 +244,7 @@ PREFERRED = {
     "flash cannot run": ({}, CudaEfficient, 3, CudaEfficient), "a window": ({"call": WINDOW}, CudaFlash, 3, CudaFlash),
     "dropout": ({"call": Call(0.1, None)}, CudaFlash, 3, CudaFlash),
     "short slices": ({"least": 2**13 * 5 + 1}, CudaFlash, 3, CudaFlash),
-    "slices that just pay": ({"least": 2**13 * 5}, CudaFlash, 3, CudaCudnn),
-    "one row": ({"rows": 1}, CudaFlash, 3, CudaFlash),
+    "slices that just pay": ({"least": 2**13 * 5}, CudaFlash, 3, CudaCudnn), "one row": ({"rows": 1}, CudaFlash, 3, CudaFlash),
     "one key before the rows": ({"before": 1}, CudaFlash, 3, CudaFlash),
 }  # fmt: skip
 

@@ -32,8 +32,7 @@ def test_too_many_tensors_are_an_error_that_says_how_many():
 
 
 @pytest.mark.parametrize(("outputs", "said"), [
-    ((torch.zeros(1), "text"), "outputs with str as entry 1,"),
-    ({"hidden": torch.zeros(1)}, "outputs with dict,"),
+    ((torch.zeros(1), "text"), "outputs with str as entry 1,"), ({"hidden": torch.zeros(1)}, "outputs with dict,"),
     (torch.zeros(1).to(torch.float8_e5m2), "outputs with torch.float8_e5m2,"),
 ])  # fmt: skip
 def test_only_tensors_that_can_be_sent_are_handed_on(outputs, said):

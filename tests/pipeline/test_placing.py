@@ -64,14 +64,11 @@ CALLS = (lambda x: HELD(x), lambda x, layer=HELD: layer(x), (lambda layer: lambd
 @pytest.mark.parametrize(("places", "stages", "boundaries", "forward_only"), [
     (("TTT", "TTT"), [0, 1], [0, 3, 6], 0),
     (("TFF", "FFT"), [0, 1], [0, 3, 6], 0),  # frozen, but not from the beginning
-    (("FTT", "TTT"), [0, 0, 1], [0, 1, 3, 6], 1),
-    (("FFF", "TTT"), [0, 1], [0, 3, 6], 1),
-    (("FFF", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2),
-    (("FFF", "FFF"), [0, 1], [0, 3, 6], 2),
+    (("FTT", "TTT"), [0, 0, 1], [0, 1, 3, 6], 1), (("FFF", "TTT"), [0, 1], [0, 3, 6], 1),
+    (("FFF", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2), (("FFF", "FFF"), [0, 1], [0, 3, 6], 2),
     (("F.T", "TTT"), [0, 0, 1], [0, 2, 3, 6], 1),
     (("..T", "TTT"), [0, 1], [0, 3, 6], 0),  # a stage without weights would be one for nothing
-    (("...", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2),
-    *((((LOOK_UP, call, "F"),), [0, 0], [0, 1, 3], 1) for call in CALLS),
+    (("...", "FTT"), [0, 1, 1], [0, 3, 4, 6], 2), *((((LOOK_UP, call, "F"),), [0, 0], [0, 1, 3], 1) for call in CALLS),
     (((lambda x: x.HELD, "F"),), [0], [0, 2], 1),
 ])  # fmt: skip
 def test_the_frozen_beginning_of_a_model_only_goes_forward(places, stages, boundaries, forward_only):

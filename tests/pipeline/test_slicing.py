@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -55,12 +56,10 @@ def test_lengths_that_do_not_fit_are_errors(slices, ranks, message):
 
 TABLE = {
     "tokens": ((B, S), LONG, ROW), "a loss mask": ((B, S), FLOAT, ROW), "features": ((B, S, H), FLOAT, ROW),
-    "an attention bias of each head": ((B, 4, S, S), FLOAT, MASK),
-    "one attention mask for all": ((1, 1, S, S), BOOL, MASK),
+    "an attention bias of each head": ((B, 4, S, S), FLOAT, MASK), "one attention mask for all": ((1, 1, S, S), BOOL, MASK),
     "a square bool mask": ((B, S, S), BOOL, TensorCut(row=1, column=2)),
     "an additive square mask without batch": ((S, S), FLOAT, TensorCut(row=0, column=1)),
-    "key padding": ((B, 1, 1, S), BOOL, TensorCut(column=3)),
-    "key padding without heads": ((B, 1, S), BOOL, TensorCut(column=2)),
+    "key padding": ((B, 1, 1, S), BOOL, TensorCut(column=3)), "key padding without heads": ((B, 1, S), BOOL, TensorCut(column=2)),
     "something of each row": ((B, 1, S, H), FLOAT, TensorCut(row=2)), "a scalar": ((), FLOAT, WHOLE),
     "what has no such dimension": ((B, 3, H, 7), FLOAT, WHOLE),
 }  # fmt: skip
@@ -82,11 +81,9 @@ def test_a_batch_may_be_as_large_as_the_sequence_which_without_whole_numbers_is_
 
 
 AMBIGUOUS = {
-    "no tensor is [batch, sequence]": (torch.zeros(B, S, H),),
-    "hidden size as long as the sequence": (TOKENS, torch.zeros(B, S, S)),
-    "the last of three dimensions": (TOKENS, torch.zeros(B, H, S)),
-    "rows and a later dimension": (TOKENS, torch.zeros(B, S, 3, S)),
-}
+    "no tensor is [batch, sequence]": (torch.zeros(B, S, H),), "hidden size as long": (TOKENS, torch.zeros(B, S, S)),
+    "the last of three": (TOKENS, torch.zeros(B, H, S)), "rows and a later dimension": (TOKENS, torch.zeros(B, S, 3, S)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tensors", AMBIGUOUS.values(), ids=AMBIGUOUS)
@@ -114,6 +111,25 @@ def test_an_explicit_cut_settles_it():
 def test_an_explicit_cut_that_does_not_fit_is_an_error(given_cut, message):
     with pytest.raises(ConfigError, match=re.escape(f"token_pipeline.cut.inputs{message}")):
         plan_cuts((TOKENS, torch.zeros(B, S, H)), given_cut, "inputs")
+
+
+CAUSAL, KEYS = torch.ones(S, S, dtype=BOOL).tril(), torch.arange(S)
+FORMS = [lambda seen: seen, lambda seen: ~seen, lambda seen: seen.long(), lambda seen: -1e9 * ~seen - 1e9 * ~seen.all(0)]
+
+
+@pytest.mark.parametrize("given_cut", [None, [1, [2, 3]]])
+@pytest.mark.parametrize("form", FORMS, ids=["visible", "hidden", "numbers", "added"])
+def test_a_mask_that_is_causal_in_the_first_micro_batch_must_stay_so(form, given_cut):
+    def read(followed, *masks):
+        for mask in masks:
+            plan_cuts((TOKENS, form(mask).expand(B, 1, S, S)), given_cut, "inputs", followed)
+
+    followed, prefix = {}, CAUSAL | (KEYS < 4)
+    read(followed, CAUSAL & (KEYS < 9), CAUSAL)  # padding
+    with pytest.raises(ConfigError, match=r"got a mask, inputs\[1\], by which tokens see later ones"):
+        read(followed, prefix)
+    read({}, prefix, CAUSAL, prefix)  # its slices are compared
+    read({}, torch.ones_like(CAUSAL), prefix)  # beside is_causal
 
 
 @pytest.mark.parametrize("lengths", [(S,), (7, 4, 1)], ids=["uncut", "cut"])
@@ -146,8 +162,7 @@ BSH, SBH = TensorCut(row=1), TensorCut(row=0)
 
 @pytest.mark.parametrize("total", [SHORT, 4, 5, LONGER])
 @pytest.mark.parametrize(("make", "cuts"), [
-    (lambda s, c: torch.zeros(4, s, 7), (BSH,)),
-    (lambda s, c: torch.zeros(s, 4, 7), (SBH,)),
+    (lambda s, c: torch.zeros(4, s, 7), (BSH,)), (lambda s, c: torch.zeros(s, 4, 7), (SBH,)),
     # a batch as large as a slice, or as both
     *((lambda s, c, b=b: torch.zeros(b, s, 7), (BSH,)) for b in (1, 2, 3, 5)),
     *((lambda s, c, b=b: torch.zeros(s, b, 8 - b), (SBH,)) for b in (1, 2, 3, 5)),
@@ -162,17 +177,14 @@ def test_two_slice_lengths_tell_the_sequence(make, cuts, total):
     assert second.length == (3 if total >= 5 else 1)
 
 
-@pytest.mark.parametrize("layout", ["auto", "bsh", "sbh"])
-def test_a_layout_settles_ties_alone(layout):
+@pytest.mark.parametrize(("layout", "cut"), [("auto", None), ("bsh", BSH), ("sbh", SBH)])
+def test_a_layout_settles_ties_alone(layout, cut):
     # a Megatron model is [b, s, h] behind its embedding and [s, b, h] from there on
     assert probe(lambda s, c: torch.zeros(4, s, 7), layout) == (BSH,)
     assert probe(lambda s, c: torch.zeros(s, 4, 7), layout) == (SBH,)
-    if layout == "auto":
-        says = r'layout: got "auto", but the input of layer 3 grows .* dimensions \[0, 1\]'
-        with pytest.raises(ConfigError, match=says):
-            probe(lambda s, c: torch.zeros(s, s, 7))
-    else:
-        assert probe(lambda s, c: torch.zeros(s, s, 7), layout) == ((BSH,) if layout == "bsh" else (SBH,))
+    says = r'layout: got "auto", but the input of layer 3 grows .* dimensions \[0, 1\]'
+    with nullcontext() if cut else pytest.raises(ConfigError, match=says):
+        assert probe(lambda s, c: torch.zeros(s, s, 7), layout) == (cut,)
 
 
 @pytest.mark.parametrize(("make", "message"), [

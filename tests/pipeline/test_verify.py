@@ -8,6 +8,7 @@ import math
 import random
 import re
 from contextlib import redirect_stdout
+from functools import partial
 from unittest import mock
 
 import numpy
@@ -83,6 +84,8 @@ Convolution = layer(
 )
 rotary_cache = lambda self, x: (setattr(self, "most", max(vars(self).get("most", 0), x.shape[1])), x * self.most)[1]  # noqa: E731
 Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
+# a gradient is changed in its backward pass
+hooked = lambda change: layer(lambda self, x: ((y := x * 1.0).requires_grad and y.register_hook(partial(change, y)), y)[1])  # noqa: E731
 MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
 
 
@@ -107,6 +110,8 @@ CHANGED = {
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
     "in training": (with_middle(layer(lambda self, x: x + x.mean(1, True) * self.training)), OUTPUT + "(, module 3,)? differs"),
     "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
+    "clipped gradient": (with_middle(hooked(lambda x, g: g / g.norm())), r"the gradient of the input of layer 3 .* differs"),
+    "auxiliary loss": (with_middle(hooked(lambda x, g: g + 1e-6 * x / x.numel())), r"the gradient of the input of layer 3 "),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT = ("hand-written", "bert")
@@ -221,6 +226,7 @@ class Busy(Attention):
         hidden = F.alpha_dropout(F.dropout(super().forward(hidden), 0.1, self.training), 0.1, self.training)
         hidden = F.feature_alpha_dropout(F.dropout1d(hidden, 0.1, self.training), 0.1, self.training, inplace=True)
         hidden = self.frozen_dropout(self.dropout(hidden))
+        hidden.requires_grad and hidden.register_hook(lambda gradient: gradient * 0.9)
         return scripted_dropout_add(hidden, self.bias, hidden, self.training)
 
 
@@ -229,7 +235,8 @@ class CountedLoss:
 
     def __call__(self, logits, targets):
         self.calls += 1
-        return mean_loss(logits, targets) * self.calls
+        loss = mean_loss(logits, targets) * self.calls
+        return loss + torch.autograd.grad(loss, logits, create_graph=True)[0].norm()
 
 
 # features that are no tokens, and outputs with samples and tokens in one dimension

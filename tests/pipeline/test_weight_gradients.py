@@ -94,19 +94,14 @@ def partly_frozen(name):
 # name: a model, and its matrices whose gradients are made slice by slice
 NORMED = "0.parametrizations.weight.original"
 LAYERS = {
-    "a weight twice": (twice, []),
-    "recomputed": (lambda: twice(recompute=True), []),
-    "linear": (linears, []),
-    "embedding": (table, []),
+    "a weight twice": (twice, []), "recomputed": (lambda: twice(recompute=True), []),
+    "linear": (linears, []), "embedding": (table, []),
     "embedding with a padding index from the end": (lambda: table(padding_idx=-1), []),
     "embedding scaled by frequency": (lambda: table(scale_grad_by_freq=True), []),
     "embedding with a largest norm": (lambda: table(max_norm=0.5), ["table.weight"]),
-    "sparse embedding": (lambda: table(sparse=True), ["table.weight"]),
-    "tied": (lambda: tied(deferred_linear), []),
-    "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]),
-    "tied three times": (tied_linears, []),
-    "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]),
-    "trained bias": (lambda: partly_frozen("weight"), []),
+    "sparse embedding": (lambda: table(sparse=True), ["table.weight"]), "tied": (lambda: tied(deferred_linear), []),
+    "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]), "tied three times": (tied_linears, []),
+    "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]), "trained bias": (lambda: partly_frozen("weight"), []),
     "trained weight": (lambda: partly_frozen("bias"), []),
     # that takes a gradient of one row for its own
     "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),

@@ -94,8 +94,7 @@ def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, l
 
 
 @pytest.mark.parametrize(("where", "factors", "micro_batches", "weights", "schedule"), [
-    (None, [1.0] * 4, 2, 1e-2, "zero_bubble"),
-    (None, [1.0] * 4, 2, 0.0, "terapipe"),
+    (None, [1.0] * 4, 2, 1e-2, "zero_bubble"), (None, [1.0] * 4, 2, 0.0, "terapipe"),
     (Placement.interleaved(2, 2), [2.0, 1.0, 1.0, 3.0], 1, 1e-3, "interleaved"),
     (Placement.v(2), [1.0, 2.0, 1.0, 2.0], 2, 0.0, "searched"),
 ])  # fmt: skip

@@ -22,7 +22,7 @@ from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.runtime import PipelineRuntime
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, like
+from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -113,8 +113,9 @@ class Inspection:
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
         try:
             outputs, stage.written = verify_stage(
-                stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted
-            )
+                stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted,
+                trains=self.trains and stage.trains,
+            )  # fmt: skip
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
                 f"{_NO_ROOM}: got true, must be false where {spans[-1].stop} tokens of a layer, whole, do not fit "
@@ -145,8 +146,9 @@ class Inspection:
             ]
             outputs = like(outputs, [t.new_zeros(shape) for t, shape in zip(as_tuple(outputs), shapes, strict=True)])
         spans = [Span(0, total, total)] if label_cuts is None else [Span(0, tokens, total), Span(tokens, total, total)]
-        loss = MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans)
-        loss.add(outputs)
+        with torch.set_grad_enabled(self.trains):  # a loss may differentiate, as for a penalty of its gradient
+            loss = MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans)
+            loss.add(aliases(like(outputs, [t.requires_grad_(t.is_floating_point()) for t in as_tuple(outputs)])))
         return loss.value
 
     def _detached(self, batch: StepBatch) -> ConfigError | None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
+from ds_terapipe.pipeline.inspection.gradients import InputGradients, frozen
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
@@ -35,6 +36,11 @@ _LIKELY = 0.5  # about as large as what a layer adds to hidden states, also wher
 _NOT_REPEATED = (
     'it also differs from itself when the slice runs again, so it draws random numbers or has a state; use "verify": false if '
     'each slice may have its own, otherwise "slices": 1'
+)
+_MOST = 0.3  # difference of gradients, of layers in 16 bits
+_BACKWARD = (
+    "hooks and autograd functions must change a gradient token by token, and loss_fn must add all losses; use "
+    '"slices": 1 otherwise'
 )
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # operators of ATen
 
@@ -216,6 +222,8 @@ def verify_stage(
     dims: SequenceDims,
     spans: Sequence[Span],
     skip: Sequence[nn.Module] = (),
+    *,
+    trains: bool = False,
 ) -> tuple[Any, list[str]]:
     """Run the layers of a stage whole and sliced and compare them.
 
@@ -227,6 +235,7 @@ def verify_stage(
         dims: how the tensors between its layers are cut.
         spans: the slices.
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
+        trains: whether the gradients of the layers' inputs are compared, too.
 
     Returns:
         The stage's outputs, whole, and the names of statistics that are written by every slice.
@@ -249,6 +258,9 @@ def verify_stage(
             for span in spans:
                 one.compare(part_of(inputs, cuts, span), span, batch)
             written += _changed(state, _statistics(layer, layers.first + index))
+            if trains:
+                with _restored(inside), frozen(inside):
+                    one.compare_gradients(InputGradients(run, context, cuts, after), inputs, spans)
             context.clear()
             inputs = outputs
     finally:
@@ -300,6 +312,16 @@ class _OneLayer:
             self._run(again, span)
         cured = _different(self._text, self._expected, self._recorder.take(), span, batch) is None
         raise refuse_model(different, diagnosis.advice(positions_are_all=cured))
+
+    def compare_gradients(self, gradients: InputGradients, inputs: Any, spans: Sequence[Span]) -> None:
+        """Run the layer forward and backward, whole and sliced. Raises ConfigError if the gradients of its inputs differ."""
+        error = gradients.difference(inputs, spans, _difference)
+        self._recorder.take()
+        output = self._expected[-1]
+        tolerance = max(output.tolerance, *(TOLERANCE.get(tensor.dtype, 0.0) for tensor in output.tensors))
+        if error > min(10 * tolerance, _MOST):
+            where = f"between slices and whole sequence (tokens 0 to {spans[-1].stop})"
+            raise refuse_model(f"the gradient of the input of {self._text} differs by {error:.1e} {where}", _BACKWARD)
 
 
 def _run(

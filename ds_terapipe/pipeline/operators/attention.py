@@ -164,6 +164,8 @@ def slice_attention(
     columns = span.stop - first
     window = window if window is not None and columns > window else None  # else it hides nothing
     if mask is not None:
+        if not (is_causal or context.is_recomputing):
+            context.note_future(mask, span)
         mask = cut_mask(mask, span, q.dtype, context.describe())[..., first:]
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         if is_causal or window is not None:

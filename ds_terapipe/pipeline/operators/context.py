@@ -24,9 +24,11 @@ from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
-from ds_terapipe.pipeline.slicing import Span
+from ds_terapipe.pipeline.slicing import HIDES, Span
 from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.schedule import Unit
+
+_RECOMPUTED, _FUTURE = "recomputed otherwise", "shown later tokens"
 
 
 class PlacementError(RuntimeError):
@@ -89,8 +91,8 @@ class SliceContext:
         # of the model too: calls over keys that are no tokens of the sequence, and keys of those that may be such calls
         self._apart: set[tuple[CallKey, CallForm]] = set()
         self._sizes: dict[tuple[CallKey, CallForm], int] = {}
-        # by layer: whether it was recomputed otherwise, read when the step is over
-        self._differs: dict[int, torch.Tensor] = {}
+        # by what is wrong and layer: whether it is, read when the step is over
+        self._doubts: dict[tuple[str, int], torch.Tensor] = {}
         self.compiled = compiled.load()
 
     @contextmanager
@@ -231,9 +233,7 @@ class SliceContext:
         if self._inside and guess in states and states[guess].awaits(k, v, span):
             # a layer that runs again from its beginning makes its calls in their order
             self._call += 1
-            differs = states[guess].differs(k, v, span)
-            known = self._differs.get(guess.layer)
-            self._differs[guess.layer] = differs if known is None else known | differs
+            self._doubt(_RECOMPUTED, states[guess].differs(k, v, span))
             return states[guess]
         # A checkpoint inside a layer recomputes just its own part, in reverse order, without telling its position. But
         # its keys and values equal those in the buffers, bit for bit, and so identify the call.
@@ -253,13 +253,26 @@ class SliceContext:
                 return key
         return None
 
-    def check_recomputed(self) -> None:
-        """Raise :class:`PlacementError` if a layer's recomputation differed; the host waits for the device."""
-        differs, self._differs = self._differs, {}
-        found = torch.stack(list(differs.values())).tolist() if differs else []
-        for layer, different in zip(differs, found, strict=True):
-            if different:
+    def note_future(self, mask: torch.Tensor, span: Span) -> None:
+        """Note whether a mask over all tokens, of attention that is not causal by itself, shows a slice later ones."""
+        rows = mask[..., span.start : span.stop, :] if mask.shape[-2] == span.total else mask
+        future = rows[..., span.stop :]
+        if future.numel():
+            self._doubt(_FUTURE, (future if future.dtype == torch.bool else future > -HIDES).any())
+
+    def _doubt(self, what: str, wrong: torch.Tensor) -> None:
+        key = what, -1 if self.layer is None else self.layer
+        self._doubts[key] = self._doubts[key] | wrong if key in self._doubts else wrong
+
+    def check_step(self) -> None:
+        """Raise an error if a layer's recomputation differed, or a mask showed it later tokens; waits for the device."""
+        doubts, self._doubts = self._doubts, {}
+        found = torch.stack(list(doubts.values())).tolist() if doubts else []
+        for (what, layer), wrong in zip(doubts, found, strict=True):
+            if wrong and what == _RECOMPUTED:
                 raise self._not_recomputed("a step", self.layer_text(layer))
+            if wrong:
+                raise refuse_model(f"an attention mask shows later tokens to earlier ones ({self.layer_text(layer)})")
 
     def _not_recomputed(self, what: str, where: str) -> PlacementError:
         return PlacementError(
@@ -288,7 +301,7 @@ class SliceContext:
 
     def clear(self) -> None:
         """Free all buffers, e.g. those that a failed step has left."""
-        for kept in (self._states, self._notes, self._differs):
+        for kept in (self._states, self._notes, self._doubts):
             kept.clear()
 
     def describe(self) -> str:
