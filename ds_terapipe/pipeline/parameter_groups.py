@@ -124,7 +124,7 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
     group for each that it lacks.
 
     Raises:
-        ConfigError: on every rank, for a scheduler that was made for fewer groups.
+        ConfigError: on every rank, for a scheduler that was made for fewer groups, or for these in another order.
     """
     mine = _numbered(optimizer.param_groups)
     everybodys = gather(
@@ -136,13 +136,16 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
         for text, settings in groups:
             number = seen[text] = seen.get(text, -1) + 1
             known.setdefault((text, number), settings)
-    schedulers = gather(len(getattr(scheduler, "base_lrs", known)))
-    for rank, count in enumerate(schedulers):
-        if count != len(known):
+    # a scheduler counts groups; torch's, which the user may keep, wraps the optimizer's step
+    made = hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched") or not (
+        scheduler is None or callable(scheduler)
+    )
+    for rank, keys in enumerate(gather(list(mine) if made else None)):
+        if keys not in (None, list(known)):
             raise ConfigError(
-                f"optimizer: got {count} parameter groups on rank {rank} and {len(known)} on all ranks together, and a scheduler "
-                "that was made for them, must be the same groups on all ranks, use a function that makes the scheduler, or "
-                "groups with a parameter on every stage"
+                f"optimizer: got {len(keys)} parameter groups on rank {rank} and {len(known)} on all ranks together, and a "
+                "scheduler that was made for them, must be the same groups in the same order on all ranks, use a function that "
+                "makes the scheduler, or groups with a parameter on every stage"
             )
     named: dict[str, Any] = (
         {"param_names": []} if any("param_names" in group for group in optimizer.param_groups) else {}

@@ -176,42 +176,37 @@ def pairs_of(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
     return {"freeze": {"policy": "schedule", "frozen_layers": frozen_layers}}, said
 
 
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        freeze("alpha: got 1.5, must be above 0 and below 1, use e.g. 0.33", alpha=1.5),
-        freeze("alpha: got true", alpha=True),
-        freeze(
-            f'alpha: got 0.33, {ABSENT} "policy": "schedule", which does not read it, use "policy": "alpha" or "grad_norm" or '
-            '"plateau", or leave it out', "schedule", alpha=0.33, frozen_layers=[[1, 1]],
-        ),
-        freeze('frozen_layers: got null, must be a list of [step, entries] beside "policy": "schedule", use e.g. [[', "schedule"),
-        freeze('policy: got "grad-norm", must be "static" or "schedule" or ', "grad-norm"),
-        freeze('interval: got 0, must be "epoch" or a positive number of steps, use e.g. 1000', interval=0),
-        pairs_of([], f"freeze.frozen_layers: got [], {PAIRS}"),
-        pairs_of([[20, 2], [10, 4]]),
-        pairs_of([[10, 4], [20, 2]]),
-        pairs_of([[10, 0]]),
-        freeze("tolerance: got 1, must be above 0 and below 1", "plateau", tolerance=1),
-        freeze("patience: got 0, must be a positive number", "plateau", patience=0),
-        freeze('unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise" or "policy", use e.g. ["lr_restart"]',
-               unfreeze="loss_rises"),
-        freeze(f'unfreeze: got ["lr_restart"], {ABSENT} "policy": "static", which freezes nothing, use e.g. "policy": "alpha", '
-               "or leave it out", "static", unfreeze=["lr_restart"]),
-        ({"resize": {"policy": "off", "memory_gb": 3}}, f'resize.memory_gb: got 3, {ABSENT} another "policy" than "measured"'),
-        ({"enabled": "yes"}, 'enabled: got "yes", must be true or false, use true'),
-        ({"partition": True}, 'partition: got true, must be "as_launched" or "measured", use "as_launched"'),
-        ({"resize": {"policy": [[10, 0]]}}, "steps increasing, stages 1 or more, use e.g. [[10, 2], [20, 1]]"),
-        ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),
-        ({"cache": {"disk_path": " "}}, 'cache.disk_path: got " ", must be the name of a folder, use "cache/"'),
-        ({"cache": {"dtype": "bf61"}}, 'cache.dtype: got "bf61", must be "exact" or "bf16", use "bf16"'),
-        ({"cache": {"memory_gb": 8}}, "cache.enabled: missing, must be there beside memory_gb, use true"),
-        ({"cache": {"enabled": True, "disk_gb": 8}}, 'disk_gb: got 8, must be absent without disk_path, use e.g. "disk_path"'),
-        ({"data": {"shuffle": "yes"}}, 'data.shuffle: got "yes", must be true or false, use false'),
-        ({"data": {"sed": 1}}, 'data: unknown key "sed", must be one of shuffle, seed, use "seed"'),
-        ({"data": [1]}, "data: got [1], must be a block of keys, use some of shuffle, seed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("block", "message"), [
+    freeze("alpha: got 1.5, must be above 0 and below 1, use e.g. 0.33", alpha=1.5),
+    freeze("alpha: got true", alpha=True),
+    freeze(f'alpha: got 0.33, {ABSENT} "policy": "schedule", which does not read it, use "policy": "alpha" or "grad_norm" or '
+           '"plateau", or leave it out', "schedule", alpha=0.33, frozen_layers=[[1, 1]]),
+    freeze('frozen_layers: got null, must be a list of [step, entries] beside "policy": "schedule", use e.g. [[', "schedule"),
+    freeze('policy: got "grad-norm", must be "static" or "schedule" or ', "grad-norm"),
+    freeze('interval: got 0, must be "epoch" or a positive number of steps, use e.g. 1000', interval=0),
+    pairs_of([], f"freeze.frozen_layers: got [], {PAIRS}"),
+    pairs_of([[20, 2], [10, 4]]),
+    pairs_of([[10, 4], [20, 2]]),
+    pairs_of([[10, 0]]),
+    freeze("tolerance: got 1, must be above 0 and below 1", "plateau", tolerance=1),
+    freeze("patience: got 0, must be a positive number", "plateau", patience=0),
+    freeze('unfreeze: got "loss_rises", must be a list of "lr_restart" or "loss_rise" or "policy", use e.g. ["lr_restart"]',
+           unfreeze="loss_rises"),
+    freeze(f'unfreeze: got ["lr_restart"], {ABSENT} "policy": "static", which freezes nothing, use e.g. "policy": "alpha", '
+           "or leave it out", "static", unfreeze=["lr_restart"]),
+    ({"resize": {"policy": "off", "memory_gb": 3}}, f'resize.memory_gb: got 3, {ABSENT} another "policy" than "measured"'),
+    ({"enabled": "yes"}, 'enabled: got "yes", must be true or false, use true'),
+    ({"partition": True}, 'partition: got true, must be "as_launched" or "measured", use "as_launched"'),
+    ({"resize": {"policy": [[10, 0]]}}, "steps increasing, stages 1 or more, use e.g. [[10, 2], [20, 1]]"),
+    ({"cache": {"memory_gb": 0}}, "cache.memory_gb: got 0, must be a positive number of 1e9 bytes"),
+    ({"cache": {"disk_path": " "}}, 'cache.disk_path: got " ", must be the name of a folder, use "cache/"'),
+    ({"cache": {"dtype": "bf61"}}, 'cache.dtype: got "bf61", must be "exact" or "bf16", use "bf16"'),
+    ({"cache": {"memory_gb": 8}}, "cache.enabled: missing, must be there beside memory_gb, use true"),
+    ({"cache": {"enabled": True, "disk_gb": 8}}, 'disk_gb: got 8, must be absent without disk_path, use e.g. "disk_path"'),
+    ({"data": {"shuffle": "yes"}}, 'data.shuffle: got "yes", must be true or false, use false'),
+    ({"data": {"sed": 1}}, 'data: unknown key "sed", must be one of shuffle, seed, use "seed"'),
+    ({"data": [1]}, "data: got [1], must be a block of keys, use some of shuffle, seed"),
+])  # fmt: skip
 def test_what_is_wrong_is_one_line(block: dict[str, Any], message: str) -> None:
     found = mistake_in(**block)
     assert message in found and found.startswith("elastic_pipeline.")

@@ -27,7 +27,6 @@ ENDS = Case("texts", "sgd", 2, ((1, 1),), ((1, 1),), steps=4)
 
 
 def micro(seed: int) -> Any:
-    """A micro-batch ((tokens, positions), targets), each [2, 16]."""
     return micro_batch(seed, length=LENGTH, batch=2, masked=False)
 
 
@@ -36,7 +35,6 @@ def datasets() -> list[Texts]:
 
 
 def from_training_data() -> dict[str, Any]:
-    """Train on a dataset, evaluate others in every shape."""
     data, block = Texts(SAMPLES), CASE.elastic(data={"shuffle": True, "seed": SEED})
     engine = engine_of(CASE, training_data=data, config={"elastic_pipeline": block})
     found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}

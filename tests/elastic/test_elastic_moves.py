@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from ds_terapipe import ConfigError, FusedLamb
 from ds_terapipe.elastic import redistribute
+from ds_terapipe.elastic.moves import reshape
 from ds_terapipe.elastic.moves.groups import refill, release
 from ds_terapipe.elastic.moves.transfer import check_structure, sent_of, stage_state
 from ds_terapipe.elastic.redistribute import parcels
@@ -154,13 +156,23 @@ def ids(*groups: list[Any]) -> list[list[int]]:
     return [[id(parameter) for parameter in group] for group in groups]
 
 
-def test_a_scheduler_for_other_groups_is_refused_on_every_rank() -> None:
-    optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups((1.0, 0.0))]
+@pytest.mark.parametrize(("kept", "other"), [(False, [(1.0, 0.0)]), (False, [(1.0, 0.0), (1.0, 0.1)]), (True, [(1.0, 0.0)])])
+def test_a_scheduler_for_other_groups_or_their_order_is_refused_on_every_rank(kept: bool, other: Any) -> None:
+    optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups(*other)]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
-    errors = Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], schedulers[rank], gather))
+    errors = Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None if kept else schedulers[rank], gather))
     (text,) = {f"{type(error).__name__}: {error}" for error in errors}
-    assert text.startswith("ConfigError: optimizer: got 1 parameter groups on rank 1 and 2 on all ranks together")
-    assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, 1]
+    assert text.startswith(f"ConfigError: optimizer: got {len(other)} parameter groups on rank 1 and 2 on all ranks together")
+    assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, len(other)]
+
+
+def test_settings_that_differ_between_stages_are_refused_and_an_empty_group_follows() -> None:
+    def told(*filled: int) -> Any:
+        return [reshape.RankReport(n, 0, Mock(), [({"lr": n}, n in filled)]) for n in range(3)]
+
+    assert reshape._settings(told(1)) == [{"lr": 1}]
+    with pytest.raises(ConfigError, match=r"got lr 0 in group 0 on stage 0 and 2 on stage 2, must be .* use groups"):
+        reshape._settings(told(0, 2))
 
 
 def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses() -> None:

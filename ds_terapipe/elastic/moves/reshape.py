@@ -43,7 +43,7 @@ from ds_terapipe.elastic.moves.transfer import (
 )
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.policies.resize import POLICY
-from ds_terapipe.errors import bad_value
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.model_chunks import ModelChunks, ranges_on
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.boundary import raw
@@ -129,7 +129,9 @@ class Reshape:
             ConfigError: on every rank, if something would be lost; nothing has been changed.
         """
         self._topology, self._parts, self._places = topology, parts, places
-        held, place = _held(self._gather()), topology.get_coord(self._rank).pipe
+        said = self._gather()
+        self._consensus.together(lambda: _settings(said))
+        held, place = _held(said), topology.get_coord(self._rank).pipe
         entries = _entries_on(place, parts, range(len(parts) - 1) if places is None else places)
         # an error of a user's layer must not leave the others waiting
         self._consensus.together(lambda: self._build(held, entries))
@@ -317,9 +319,25 @@ def _stage_with(prefix: str, held: Mapping[int, StageState]) -> int:
 
 
 def _settings(said: Sequence[RankReport]) -> list[dict[str, Any]]:
-    """Return the settings of each group from a stage with parameters of it: a step count may be among them."""
-    by_group = zip(*(one.settings for one in said), strict=True)
-    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]
+    """Return the settings of each group from a stage with parameters of it: a step count may be among them.
+
+    Raises:
+        ConfigError: they differ between stages, as after a change on some ranks: no group could have both.
+    """
+    found = []
+    for number, of_stages in enumerate(zip(*(one.settings for one in said), strict=True)):
+        first, *others = [(one.stage, each[0]) for one, each in zip(said, of_stages, strict=True) if each[1]] or [
+            (0, of_stages[0][0])
+        ]
+        for stage, settings in others:
+            key = next((key for key, value in settings.items() if repr(value) != repr(first[1].get(key))), None)
+            if key is not None:
+                raise ConfigError(
+                    f"optimizer: got {key} {first[1].get(key)!r} in group {number} on stage {first[0]} and {settings[key]!r} on "
+                    f"stage {stage}, must be the same on all stages where layers move, use groups that differ from the start"
+                )
+        found.append(first[1])
+    return found
 
 
 def _set_up(prefix: str, layer: nn.Module, held: Mapping[int, StageState]) -> None:
