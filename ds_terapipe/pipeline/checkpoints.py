@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from os.path import relpath
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -161,12 +162,14 @@ class Checkpointer:
             save_dir, tag, client_state, latest, exclude_frozen_parameters: its arguments; no ``tag``: that of the step.
 
         Raises:
-            ConfigError: on every rank, if ranks give different tags.
+            ConfigError: on every rank, for an empty tag, or if ranks give different ones.
         """
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        tag = f"global_step{engine.global_steps}" if tag is None else relpath(Path(save_dir, str(tag)), save_dir)
         tags = sorted(set(self._consensus.gather(tag)))
         if len(tags) > 1:  # of ranks that add their clock or number to it: none of the folders would be whole
             raise bad_value("save_checkpoint: tag", tags[:2], "the same on all ranks", "the number of the step")
+        if tag == ".":
+            raise bad_value("save_checkpoint: tag", "", "the name of a folder", "the number of the step")
         plans = engine._slicer.state()
         with self.as_saved(engine) as placed:
             ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}

@@ -178,9 +178,10 @@ def saved_nowhere(folder: str) -> tuple[str, str | None]:
         engine.save_checkpoint(f"{folder}/file/below")
     assert engine.load_checkpoint(f"{folder}/good") == (None, None), "there is none yet"
     engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
-    engine.save_checkpoint(f"{folder}/good")
-    with pytest.raises(ConfigError, match=r"^save_checkpoint: tag: got .*run0.*run1.*, must be the same on all ranks, use "):
-        engine.save_checkpoint(f"{folder}/good", tag=f"run{torch.distributed.get_rank()}")
+    engine.save_checkpoint(f"{folder}/good", tag=f"{folder}/good/global_step1")
+    for tag, got in (("", '"", must'), (f"run{torch.distributed.get_rank()}", ".*run0.*run1.*, must be the same on all ranks")):
+        with pytest.raises(ConfigError, match=f"^save_checkpoint: tag: got {got}.*, use "):
+            engine.save_checkpoint(f"{folder}/good", tag=tag)
     engine.destroy()
     return f"{said.type.__name__}: {said.value}", tag_of(Path(folder, "good"), None)
 
