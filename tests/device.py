@@ -3,8 +3,6 @@
 ``TESTS_GPUS`` is the number of GPUs of the machine: NCCL needs one for each rank. The stand-in has 8.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

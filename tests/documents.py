@@ -1,7 +1,5 @@
 """Fenced blocks, inline code and links of README.md and docs/*.md, each with the place it stands in."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

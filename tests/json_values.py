@@ -1,7 +1,5 @@
 """Values that a JSON file can have, the odd ones among them: numbers and names that nothing can hold."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 ODD = st.sampled_from(

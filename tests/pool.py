@@ -4,8 +4,6 @@ Ranks that wait for each other leave cores idle, so launches of four ranks toget
 beside them. Each launch has processes of its own: nothing that one leaves behind, an error least of all, reaches the next.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

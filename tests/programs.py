@@ -1,7 +1,5 @@
 """Whether a command line would be accepted: by the program's own parser, which is caught before the program does anything."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

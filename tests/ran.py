@@ -1,7 +1,5 @@
 """Records of what a step of an engine ran. A test that compares numbers asserts it: those of an uncut run prove nothing."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence

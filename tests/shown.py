@@ -1,7 +1,5 @@
 """Of what kind each block and each span of code in README.md and docs/*.md is, and what of a kind there is to test."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

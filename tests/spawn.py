@@ -6,8 +6,6 @@
 A process is forked by a server that has imported what it uses, which takes seconds. Nothing outlives a call.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

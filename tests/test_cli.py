@@ -1,7 +1,5 @@
 """The command ``ds_terapipe prepare-data``, and the help of every command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command ``ds_terapipe check``: what a launch would take, by the launch itself, and its errors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from multiprocessing import forkserver, get_context

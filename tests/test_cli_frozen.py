@@ -1,7 +1,5 @@
 """``ds_terapipe plan --frozen``: the shapes of an elastic pipeline, by arithmetic that can be checked by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The commands ``ds_terapipe plan`` and ``ds_terapipe simulate``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

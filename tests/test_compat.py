@@ -1,7 +1,5 @@
 """Private names that the package relies on are there, and a DeepSpeed without them is refused."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

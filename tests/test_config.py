@@ -1,7 +1,5 @@
 """The keys of ds_config.json: defaults, what is accepted, and the one line that every mistake gets."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

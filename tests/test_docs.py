@@ -4,8 +4,6 @@ Every fenced block and every span of code has to be of a known kind. A new block
 kind is added.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """README.md and docs/*.md name things that are there: commands, their options, names of code, files, links, output."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import pydoc

@@ -1,7 +1,5 @@
 """The short scripts of examples/ as a user starts them, each with the JSON file beside it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Tests notice what they are for: each known defect is found by its test, and parity tests see what a step ran."""
 
-from __future__ import annotations
-
 import shlex
 from types import SimpleNamespace
 from typing import Any

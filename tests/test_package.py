@@ -1,7 +1,5 @@
 """The installed package: public names, entry points, pinned versions, and what it may import."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

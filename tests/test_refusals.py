@@ -1,7 +1,5 @@
 """Everything that token slices do not go with is refused by name, on every rank, before there is an engine."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

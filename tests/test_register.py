@@ -4,8 +4,6 @@ Import orders have interpreters of their own, outside the repository. All else i
 deepspeed and none of our modules; ``HOOK`` runs the entry point as the end of ``import torch`` does.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

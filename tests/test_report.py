@@ -1,7 +1,5 @@
 """``ds_terapipe report``, and what launches leave behind: locks of compilations, DeepSpeed's buffers in shared memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

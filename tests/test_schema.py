@@ -1,7 +1,5 @@
 """The JSON schema for editors takes what the parsers take, and refuses what they refuse of single keys."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

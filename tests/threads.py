@@ -1,7 +1,5 @@
 """Ranks that are threads, for what is agreed on by a gathering alone."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

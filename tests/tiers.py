@@ -3,8 +3,6 @@
 ``make test-fast`` runs the tests that start no process, ``make test`` all but those marked `full`, ``make test-full`` all.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from functools import cache

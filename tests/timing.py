@@ -1,7 +1,5 @@
 """How long a run of tests takes: its slowest rows, and a limit that depends on the machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

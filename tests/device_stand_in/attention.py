@@ -1,7 +1,5 @@
 """PyTorch's fused attention operators, computed by their definition on the host; dropout is left out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

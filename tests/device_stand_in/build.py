@@ -3,8 +3,6 @@
 ``eval "$(python -m tests.device_stand_in.build [FOLDER])"``; the default folder is the user's cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Cases that run on the stand-in, in a process of their own: ``python -m tests.device_stand_in.cases NAME...`` prints JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

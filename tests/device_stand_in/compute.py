@@ -3,8 +3,6 @@
 The operator itself runs first: its checks, allocations and copies are the device's, its kernels do nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import threading

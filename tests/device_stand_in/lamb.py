@@ -3,8 +3,6 @@
 ``python -m tests.device_stand_in.lamb`` compiles them beside the stand-in, before ranks want them all at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

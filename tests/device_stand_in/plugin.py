@@ -1,7 +1,5 @@
 """Plugin for pytest, `-p tests.device_stand_in.plugin`: operators are computed in all tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.device_stand_in import compute

@@ -1,7 +1,5 @@
 """The preloaded runtime, seen from Python: when kernels begin, races."""
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The engine on a CUDA device, with many hardware queues and with one: losses of one process, no wait of the host in a step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """No access of a training races with another; without a wait that the engine makes, one does."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """The stand-in itself: races, memory, random numbers. Numbers and one queue are test_engine.py's."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

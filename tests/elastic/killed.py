@@ -3,8 +3,6 @@
 :func:`train` is the user's script; :func:`run_whole` runs it undisturbed, :func:`run_killed` kills a rank of it, again and again.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

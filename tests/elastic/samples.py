@@ -1,7 +1,5 @@
 """A dataset that notes who was asked for what, which samples a step must train; policies for the length of a test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The cache keeps outputs of frozen layers, reads them where that is right and pays, and is not used elsewhere."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A mistake in elastic_pipeline, the model, the launch or the batch is one line, on every rank, before a step."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """After a transition a training is, to the bit, the one that starts from the same state in the new shape."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any

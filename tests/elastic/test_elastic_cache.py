@@ -1,7 +1,5 @@
 """Training that reads what frozen layers put out: which samples, by whom, what stays for a run that goes on; and the files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

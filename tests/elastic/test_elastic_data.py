@@ -1,7 +1,5 @@
 """The samples of a step, and of an evaluation, do not depend on the shape or on the ranks that read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

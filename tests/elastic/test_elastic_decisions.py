@@ -1,7 +1,5 @@
 """Policies that decide by themselves: as a single process would, the same on all ranks, and on after a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

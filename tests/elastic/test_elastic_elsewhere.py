@@ -1,7 +1,5 @@
 """A training goes on from its checkpoint, or from DeepSpeed's universal one, on other processes and in another shape."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from dataclasses import replace

@@ -2,8 +2,6 @@
 
 tests/benchmarks/elastic_killed.py has any number of points."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

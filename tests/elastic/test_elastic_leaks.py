@@ -1,7 +1,5 @@
 """Reshapes leave nothing behind: no process groups, threads, open files, shared memory, nor memory that grows."""
 
-from __future__ import annotations
-
 import gc
 from itertools import pairwise
 from typing import Any

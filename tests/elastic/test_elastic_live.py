@@ -1,7 +1,5 @@
 """Values set on live modules move with them where a spec builds the same structure; other changes are refused."""
 
-from __future__ import annotations
-
 import gc
 import random
 from dataclasses import replace

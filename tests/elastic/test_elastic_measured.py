@@ -1,7 +1,5 @@
 """Shapes chosen by measured layer times, in real runs by a clock that only layers move: nothing depends on the load."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 from unittest import mock

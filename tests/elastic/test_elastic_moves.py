@@ -1,7 +1,5 @@
 """Layers, their settings, parameter groups and samples go from one shape to another without loss: tests of one process."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """A loss with a state, weights that entries share, and parameters of no layer: none is in one entry of the layer list."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

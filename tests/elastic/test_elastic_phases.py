@@ -1,7 +1,5 @@
 """MixedBatch's phases beside freezes and reshapes: a reshape within a phase, at a switch and before one, and resumed runs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

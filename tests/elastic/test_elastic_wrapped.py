@@ -3,8 +3,6 @@
 Beside fp16 the loss scale goes on, too. FusedLamb tells a monitor of the layers that a rank trains then.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Freeze policies follow the published tables and their rules, and a run that goes on decides as one that was not stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

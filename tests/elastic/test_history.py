@@ -1,7 +1,5 @@
 """The history of the shapes: what a run writes, what is read of it, the text and the picture."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

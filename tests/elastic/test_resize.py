@@ -1,7 +1,5 @@
 """Policies choose a shape for a step, a shape divides the batch and takes time, and some are refused at the beginning."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The order of samples: exactly once per epoch in any sequence of shapes, from one integer; loaders; evaluation."""
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Trainings whose layers freeze and whose pipeline changes its shape, and the same in one process: what proofs compare."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Tiny models of the families that ``ds_terapipe.hf`` is tested on, with their odd features on, batches, and trainings."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial

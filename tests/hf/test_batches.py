@@ -1,7 +1,5 @@
 """Batches of a collator: tensors between stages, visible tokens; and a model that was handed over goes on as before."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

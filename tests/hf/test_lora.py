@@ -1,7 +1,5 @@
 """LoRA in a pipeline: trained as peft does it in one process, frozen and moved, and written as one folder that peft loads."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """Hugging Face's decoders in a pipeline of their own layers: sliced, frozen and moved as the unmodified model in one process."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """examples/finetune_llama.py as docs/tutorials/hugging_face.md launches it: from a folder to a folder, in token slices."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The layers that ds_terapipe.hf makes of a model, run slice by slice, have the unmodified model's loss and gradients."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Iterator

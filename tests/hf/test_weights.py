@@ -1,7 +1,5 @@
 """Which models a pipeline takes; each stage reads its own weights, and what is trained is a folder that from_pretrained reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Small GPTs, their batches, and their weights put together again from all processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which samples a replica reads and where they come from: texts of GPT, sentences of BERT, images; and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """BERT and ViT pipelines compute what megatron-core's BertModel and a plain ViT do, and train alike in every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace

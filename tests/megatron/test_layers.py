@@ -1,7 +1,5 @@
 """Attention, rotary positions, loss and process groups of the GPT pipeline, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """train.py from end to end: resumed, sliced, frozen and reshaped runs; folders and arguments that are errors of one line."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

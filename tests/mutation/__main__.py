@@ -8,8 +8,6 @@
 quickest first, until one fails. It lists what survives, and apart from that what ran into a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -3,8 +3,6 @@
 The standard library only: every interpreter that a test starts imports this before anything else.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Runs tests in a process of their own, with a changed package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Settings of the tests of FusedLamb."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.tables")

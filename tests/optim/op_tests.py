@@ -1,7 +1,5 @@
 """Tests that every back end must pass; a module that has a class of them has a fixture ``op`` for it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

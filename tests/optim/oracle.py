@@ -1,7 +1,5 @@
 """LAMB in float64 by a row of the rules; the default is the paper's algorithm 2 (arXiv 1904.00962 v5)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Trainings in phases, in DeepSpeed's engines, ours and by hand, and what was seen of them at every step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

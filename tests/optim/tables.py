@@ -1,7 +1,5 @@
 """Tables for a back end made by hand, on any device, and one step of LAMB in float64 over them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The op on the CPU, on every instruction set, and the same in PyTorch, against float64 and against each other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

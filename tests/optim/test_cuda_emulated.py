@@ -1,7 +1,5 @@
 """The CUDA kernels without a GPU: their source, unchanged, run on the host by cuda_emulation, against float64."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The CUDA op on a GPU: against float64 and the CPU op, and what only a device can show (graphs, launches, waiting, size)."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

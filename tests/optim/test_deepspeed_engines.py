@@ -5,8 +5,6 @@ the same steps. What differs is then the optimizer alone: attention key biases, 
 from rounding noise into whole steps, are compared like all other parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path

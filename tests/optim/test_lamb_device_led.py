@@ -1,7 +1,5 @@
 """The way of a GPU, where the op counts the steps and the host never looks, on a stand-in for its op: the same parameters."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
 from typing import Any

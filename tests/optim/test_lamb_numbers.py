@@ -1,7 +1,5 @@
 """FusedLamb against LAMB in float64, and against what other implementations give."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

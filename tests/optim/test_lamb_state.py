@@ -1,7 +1,5 @@
 """All that is kept between steps: state dicts of ours and of others, copies, skipped and priming steps, the monitor."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

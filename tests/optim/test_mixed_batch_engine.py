@@ -1,7 +1,5 @@
 """MixedBatch in DeepSpeed's engines and ours: every step's LR, batch, shapes and samples; resumed runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

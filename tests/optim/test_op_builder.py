@@ -1,7 +1,5 @@
 """The op builders: DeepSpeed's conventions, the cache, its lock, and what is said when there is nothing to compile with."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import re

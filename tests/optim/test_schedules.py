@@ -1,7 +1,5 @@
 """The LR rules against published tables, LambWarmup and MixedBatch without an engine, and a loader whose batches change."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings and inputs of FusedLamb, and its keys in ds_config.json: arguments of ``deepspeed.initialize``, or refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layers that call causal attention in all the ways that models call it. Hidden states are [b, s, HIDDEN]."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from enum import Enum

@@ -1,7 +1,5 @@
 """A pipeline's places in one process: real assemblies, with messages in plain queues that carry tensors and no names."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import nullcontext

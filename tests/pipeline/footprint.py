@@ -1,7 +1,5 @@
 """Resources of this process: process groups, threads, open files, shared memory, resident memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """Finds where a step reads numbers of a tensor on the host: on a device each such place waits for all that was issued before."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A small GPT on ``F.scaled_dot_product_attention``, losses of several kinds, and data: shared by the engine's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

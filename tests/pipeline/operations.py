@@ -1,7 +1,5 @@
 """File operations of a save: counted, and ended before one of them or halfway through it."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import threading

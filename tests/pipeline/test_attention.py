@@ -1,7 +1,5 @@
 """Attention in slices against the whole sequence at once: outputs, gradients, and what is kept in memory."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """``"slices": "auto"``: trials, a plan that all ranks have, the same numbers, and plans that outlive the run."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 from unittest import mock

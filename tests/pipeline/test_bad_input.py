@@ -1,7 +1,5 @@
 """Data, models and settings that can't be run: one line of error on every rank, at once, and no rank is left waiting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """A group for every channel and no other; made by all, and given up together."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint's folder after a process has died at any single operation of writing it; exchange with DeepSpeed's engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine that is destroyed leaves nothing behind, however often one is built."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

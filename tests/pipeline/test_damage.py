@@ -1,7 +1,5 @@
 """A checkpoint with a damaged, missing or foreign file: one line that names it, on every rank, and nothing is changed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial

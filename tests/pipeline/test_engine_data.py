@@ -1,7 +1,5 @@
 """Where batches come from, what shapes they have, evaluation between steps, and what a run says of them: as DeepSpeed does it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

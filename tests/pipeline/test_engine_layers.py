@@ -1,7 +1,5 @@
 """Layers of all kinds train as in one process, whatever they hand to one another; a step holds what it must in memory."""
 
-from __future__ import annotations
-
 import gc
 import time
 import weakref

@@ -1,7 +1,5 @@
 """In bf16 slices are as exact as DeepSpeed's whole sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

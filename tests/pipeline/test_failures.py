@@ -1,7 +1,5 @@
 """A rank that is killed, stopped or fails: the others end in time, and it too, and say who waited for whom."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import re

@@ -1,8 +1,6 @@
 """A stage without a trained weight: it trains nothing, goes forward only where all before it is frozen, and needs no optimiser
 of its own. The frozen layers that a place begins with are such a stage too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

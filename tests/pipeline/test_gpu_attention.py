@@ -1,7 +1,5 @@
 """The attention of slices on CUDA: the fused kernels, what they compute and what they do not allocate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

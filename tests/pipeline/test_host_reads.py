@@ -1,7 +1,5 @@
 """Within a step the host waits for nothing: no action reads numbers of a tensor. What has to be looked at waits for the end."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

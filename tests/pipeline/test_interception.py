@@ -3,8 +3,6 @@
 For weights that are frozen anywhere in a layer no gradient is made and nothing is kept.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -4,8 +4,6 @@ CUDA's operators have a stand-in here, as strict as ``aten/src/ATen/native/trans
 refuse is an error, what they compute is the formula. Their tensors are [b, rows, heads, d].
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Values between stages arrive as they were sent, in one message each; their description is sent once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory of a step, counted by the allocator and by the memory model: within 5%, also in cuts not measured."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from functools import partial

@@ -1,7 +1,5 @@
 """Which layers of a ``PipelineModule`` are a stage that only goes forward; and that its layers run as DeepSpeed runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

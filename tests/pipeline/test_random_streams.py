@@ -1,7 +1,5 @@
 """Random numbers by where in the training they are drawn: the same on any placement, in any order, in a recomputation."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Records of steps: every action of the schedule on every rank, in order, and the times of single layers."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An error that is found before a step leaves an engine as it was, and one within a step ends it."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

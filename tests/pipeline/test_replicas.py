@@ -1,7 +1,5 @@
 """Gradients of several replicas: what DeepSpeed makes of them, without its second copy of all of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Log lines of a run, of steps and of a checkpoint that it resumes; the loading of micro-batches."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from types import SimpleNamespace

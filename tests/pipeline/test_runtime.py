@@ -4,8 +4,6 @@ First all places in one process, their messages in queues; then real processes, 
 layers are alive together and closed one after the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """``engine.set_slices``: takes effect with the next step, or is refused on every rank; other ways to change settings are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that entries of a layer list share: who sees them, and which stages are refused for them."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Which steps are measured and planned, without processes: simulated steps in place of recorded ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from typing import Any

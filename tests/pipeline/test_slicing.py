@@ -1,7 +1,5 @@
 """How long slices are, and which dimensions of which tensors are cut."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 With slices they are refused on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

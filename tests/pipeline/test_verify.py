@@ -1,7 +1,5 @@
 """Models that compute something else when their sequence is cut train no step; others are left as they were."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """Every way in which a model calls attention: trained and evaluated in slices, it is the model it was."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

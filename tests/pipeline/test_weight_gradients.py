@@ -1,7 +1,5 @@
 """Weight gradients made once per micro-batch: the same gradients, hooks and memory as one backward of the whole."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """The same training in one process, in DeepSpeed's pipeline and in ours, as traces that can be compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Cost models for tests."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

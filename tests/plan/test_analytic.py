@@ -1,7 +1,5 @@
 """Costs and memory by arithmetic: formulas, fits to times and peaks, and the files of a model and a cluster."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import replace

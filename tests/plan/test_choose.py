@@ -1,7 +1,5 @@
 """The choice of a plan: against all plans there are, under memory, for placements, and as a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

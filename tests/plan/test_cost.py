@@ -1,7 +1,5 @@
 """Measured costs: the fit, what it refuses, its file; and costs from recorded steps, as they went into a simulated one."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Figures that the TeraPipe paper published, and the cost model's predictions of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The cuts of a sequence, and layers over stages, against all that there are; advice from times of single layers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Covering arrays: few rows in which every pair of values of two factors occurs (pairwise testing)."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence

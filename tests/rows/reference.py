@@ -1,7 +1,5 @@
 """A row's training in one process, in plain PyTorch: no slices, no stages, no engine."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

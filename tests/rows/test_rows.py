@@ -3,8 +3,6 @@
 ``-k`` with a row's name, or a part of it, runs it alone.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from typing import Any

@@ -1,7 +1,5 @@
 """A row's training on its ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partialmethod

@@ -1,7 +1,5 @@
 """Schedules for property tests: up to 8 stages, 8 micro-batches, 8 slices each, even and uneven; and orders of no name."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext

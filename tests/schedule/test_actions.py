@@ -1,7 +1,5 @@
 """The words of a schedule: actions as text, stages on places; messages and weight gradients that are put into an order."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

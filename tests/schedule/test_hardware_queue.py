@@ -1,7 +1,5 @@
 """Steps come to their end where all streams of a device share one queue, as CUDA_DEVICE_MAX_CONNECTIONS=1 has it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 from typing import Any

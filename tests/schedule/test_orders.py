@@ -1,7 +1,5 @@
 """The orders: TeraPipe's, slice-level 1F1B and interleaved 1F1B, on any placement."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 from dataclasses import replace

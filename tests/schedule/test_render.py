@@ -1,7 +1,5 @@
 """Schedules as text and as pictures."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Searched orders: valid on any placement and under any limit, near the bounds; and orders as text."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import math

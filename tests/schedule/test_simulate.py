@@ -1,7 +1,5 @@
 """Replay and simulator: a plain event loop of its own, and what is live."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Each kind of damage to a good schedule is found, and shown where it is; messages one behind the other lock up nowhere."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

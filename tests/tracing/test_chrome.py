@@ -1,7 +1,5 @@
 """Traces as files: what is written comes back, a summary adds up, and the command prints, draws and merges."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ Each module here has a tuple ``KNOWN`` of :class:`Known`, by area. An interprete
 anything else, so they import nothing but this.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import NamedTuple

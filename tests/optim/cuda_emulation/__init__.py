@@ -1,7 +1,5 @@
 """The CUDA kernels on the host: their source, unchanged, compiled by a C++ compiler with stand-ins for CUDA's headers."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
