@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
-
 from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.changing import Change, Mover, check_changeable
 from ds_terapipe.elastic.checkpoints import ElasticCheckpointer
@@ -35,7 +33,6 @@ from ds_terapipe.json_files import check_writable, check_writable_folder
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.controller import Controller
-from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.schedule import Placement
@@ -51,7 +48,6 @@ class ElasticController(Controller):
     Attributes:
         settings: without moves if the model or the optimizer does not allow them.
         data, freezing, caching, mover: the parts.
-        seed: seed of the random streams; None before the first step.
         untrained: number of entries of the layer list that the user has frozen.
     """
 
@@ -62,7 +58,6 @@ class ElasticController(Controller):
         self._selector: ShapeSelector | None = None  # times layers and chooses shapes, if layers may move
         self._history: History | None = None  # on the first rank, if configured
         self._change_report = ChangeReport()
-        self.seed: int | None = None
 
     # ------------------------------------------------------------------------------------------------------ construction
 
@@ -84,8 +79,7 @@ class ElasticController(Controller):
     @contextmanager
     def building(self, engine: Any) -> Iterator[None]:
         """Context manager around the construction of a runtime."""
-        if self.streams is None:
-            self.streams = RandomStreams(0, engine.device, engine.grid.get_slice_parallel_rank())
+        self.make_streams(engine)
         # ranks reach the launch at different times, and a change together
         with engine._watchdog.making_groups() if self._started else nullcontext():
             self._started = True
@@ -126,9 +120,6 @@ class ElasticController(Controller):
 
     def before_step(self, engine: Any) -> None:
         """Decide on the step that begins, and change the engine; collective."""
-        if self.seed is None:
-            # the first rank's seed, read now: users may seed stages differently, also after building the engine
-            self.reseed(engine._consensus.decide(lambda: _first_seed(engine.module)))
         self.data.note_epochs(engine)
         self.follow(engine, self._decide(engine), step=engine.global_steps)
 
@@ -214,11 +205,6 @@ class ElasticController(Controller):
             self.freezing.norms.add(engine)
             yield
 
-    def reseed(self, seed: int | None) -> None:
-        """Set the seed of the random streams; None: that of the first rank at the next step."""
-        assert self.streams is not None
-        self.seed, self.streams.seed = seed, seed or 0
-
     # --------------------------------------------------------------------------------------------------------------- end
 
     def release(self) -> None:
@@ -255,7 +241,3 @@ def _movable(engine: Any, settings: ElasticPipelineConfig) -> ElasticPipelineCon
 def _intervals_before(engine: Any, data: ElasticData, interval: Any, step: int) -> int:
     """Return the number of intervals completed before a step."""
     return data.epochs_before(engine, step) if interval == EPOCH else step // interval
-
-
-def _first_seed(module: Any) -> int:
-    return int(module.base_seed if module.seed_layers else torch.initial_seed())

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from ds_terapipe.job import Job
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
@@ -22,11 +24,13 @@ class Controller:
 
     Attributes:
         streams: seeds the layers' random numbers; None: layers use the process's own random state.
+        seed: seed of the streams; None before the first step.
         has_moved: whether layers have been frozen or moved since the start.
         ended: whether the training has ended, and not just the process.
     """
 
     streams: RandomStreams | None = None
+    seed: int | None = None
     has_moved = ended = False
 
     # ------------------------------------------------------------------------------------------------------ construction
@@ -45,14 +49,37 @@ class Controller:
         return Checkpointer(consensus)
 
     def building(self, engine: Any) -> AbstractContextManager[None]:
-        """Context manager around the construction of a runtime."""
+        """Context manager around the construction of a runtime.
+
+        Tensor-parallel ranks must draw the same dropout of hidden states, however a script seeds its processes.
+        """
+        if engine.grid.get_slice_parallel_world_size() > 1:
+            self.make_streams(engine)
         return nullcontext()
+
+    def make_streams(self, engine: Any) -> None:
+        """Give every layer random streams of its own; idempotent."""
+        if self.streams is None:
+            self.streams = RandomStreams(0, engine.device, engine.grid.get_slice_parallel_rank())
 
     def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
         """Return the factory of the model's first stage."""
         return Stage
 
     # ------------------------------------------------------------------------------------------------------------- steps
+
+    def agree_on_seed(self, engine: Any) -> None:
+        """Seed the streams before the first step; collective.
+
+        The first rank's seed is read now: users may seed ranks differently, also after building the engine.
+        """
+        if self.streams is not None and self.seed is None:
+            self.reseed(engine._consensus.decide(lambda: _first_seed(engine.module)))
+
+    def reseed(self, seed: int | None) -> None:
+        """Set the seed of the random streams; None: that of the first rank at the next step."""
+        assert self.streams is not None
+        self.seed, self.streams.seed = seed, seed or 0
 
     def reading(self) -> AbstractContextManager[None]:
         """Context manager around reading a step's micro-batches and agreeing on them."""
@@ -80,3 +107,7 @@ class Controller:
 
     def release(self) -> None:
         """Release this process's resources without collectives; idempotent."""
+
+
+def _first_seed(module: Any) -> int:
+    return int(module.base_seed if module.seed_layers else torch.initial_seed())

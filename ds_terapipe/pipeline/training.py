@@ -27,6 +27,7 @@ from ds_terapipe.schedule import Grid
 def train(engine: Any) -> Tensor:
     """Run one optimiser step of an engine; arguments and result see ``TokenPipelineEngine.train_batch``."""
     engine._controller.enter_training(engine)
+    engine._controller.agree_on_seed(engine)
     started, request = time.perf_counter(), StepRequest(engine.micro_batches)
     batch = read(engine, request)
     follow_micro_batch(engine)

@@ -77,9 +77,8 @@ def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.Monk
 
     def queries(part: torch.Tensor) -> torch.Tensor:
         seen = []
-        handle = layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+        layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
         layer(part)
-        handle.remove()
         return torch.cat(seen[0], dim=-1)
 
     whole = queries(hidden)
@@ -146,17 +145,19 @@ def seeded(rank: int, size: int) -> tuple[float, float]:
 def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[float], dict[str, Any]]]:
     """Losses and weights of two steps on two tensor-parallel ranks, with sequence parallelism and without."""
     found = {}
-    for shares, slices in ((False, 1), (True, 1), (True, 3), (True, [4, 2, 10])):
+    for dropout, shares, slices in ((0.0, False, 1), (0.0, True, 1), (0.0, True, 3), (0.0, True, [4, 2, 10]), (0.3, False, 3)):
+        torch.manual_seed(rank)  # scripts may seed processes differently
         module = build(Model("learned", modern=True, dtype=torch.float64, sequence_parallel=shares), tensor=2)
-        if shares:
-            with pytest.raises(ConfigError, match="got none with sequence_parallel or qk_layernorm"):
-                module.check_without_keys()
+        for layer in module.modules():
+            layer.hidden_dropout = dropout
+        with pytest.raises(ConfigError, match="got none with sequence_parallel or qk_layernorm"):
+            module.check_without_keys()
         engine = build_engine((), None, made=module, token_pipeline={"slices": slices}, dtype=torch.float64,
                               micro_batches=2, batch=2)  # fmt: skip
-        data = batches()
-        losses = [float(engine.train_batch(data)) for _ in range(2)]
-        found[shares, str(slices)] = losses, whole_tensors(module)
+        losses = [float(engine.train_batch(data)) for data in [batches()] for _ in range(2)]
+        found[shares, str(slices)] = losses, whole_tensors(module)  # which finds copies that differ
         engine.destroy()
+    del found[False, "3"]
     return found
 
 
@@ -169,8 +170,7 @@ def test_ranks_that_share_tokens_train_as_those_that_have_all_of_them(on_shares:
         losses, weights = found.pop((False, "1"))
         for case, (theirs, others) in found.items():
             torch.testing.assert_close(theirs, losses, rtol=1e-7, atol=0, msg=f"{case}")  # DeepSpeed rounds to fp32
-            for name, weight in weights.items():
-                assert relative(others[name], weight) < 1e-10, (case, name)
+            assert max(relative(others[name], weight) for name, weight in weights.items()) < 1e-10, case
 
 
 def test_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:
