@@ -99,9 +99,9 @@ def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 def _travels(value: Any) -> bool:
     kind = type(value)
-    if kind is Tensor:
+    if type(value) is Tensor:
         return value.layout == torch.strided and value.device.type != "meta"
-    if kind is np.ndarray:
+    if type(value) is np.ndarray:
         return not bool(value.dtype.hasobject)
     if kind is defaultdict and getattr(value.default_factory, "__module__", "builtins") != "builtins":
         return False  # another process may not know the function
