@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.before_mlp.weight.tensor_model_parallel = False
             layer.plain, layer.more["by"] = torch.linspace(0, entry / 10, 32), [entry / 8, torch.linspace(1, 0, 32)]
             layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
+            layer.seen = deque([np.full(2, entry), {entry}], maxlen=3)
             layer.register_buffer("late", torch.ones(1), persistent=False)
     return layers
 
@@ -73,7 +75,6 @@ class Prepared(PipelineModule):
 
 
 def built(specs: list[Any]) -> list[nn.Module]:
-    """Modules in place of specs, the same on every rank."""
     layers = []
     for entry, spec in enumerate(specs):
         torch.manual_seed(SEED + entry)
@@ -81,17 +82,17 @@ def built(specs: list[Any]) -> list[nn.Module]:
     return layers
 
 
-def lost(engine: Any) -> list[str]:
-    """The settings of `prepare` that the live layers do not have."""
+def lost(engine: Any) -> list[str]:  # of the settings of `prepare`
     problems = []
     for entry, layer in enumerate(engine.module.forward_funcs, start=engine.module._local_start):
         if not isinstance(layer, Rich):
             continue
         trains, qkv, norm = entry >= engine.frozen_layers, layer.qkv.weight, layer.before_mlp.weight
-        flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training
+        flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training, str(layer.seen)
         values = layer.drop.p, layer.window, layer.drop.spans, bool({"shift", "late"} & layer.state_dict().keys())
+        seen = f"deque([array([{entry}, {entry}]), {{{entry}}}], maxlen=3)"
         found = flags, values, qkv.lamb_rows, norm.tensor_model_parallel, layer.scale.item(), layer.also.item()
-        wanted = ([entry == 1 and trains, trains], trains), (0.0, entry, (entry, 2), False), (32, 32, 32), False
+        wanted = ([entry == 1 and trains, trains], trains, seen), (0.0, entry, (entry, 2), False), (32, 32, 32), False
         if found != (*wanted, pytest.approx(1 + entry / 100), pytest.approx(entry / 50)):
             problems.append(f"{entry}: {found}")
     return problems

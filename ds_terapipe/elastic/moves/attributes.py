@@ -1,23 +1,26 @@
 """Plain attributes of modules that hold tensors, neither parameters nor buffers: a fixed random matrix, a running mean.
 
-Lists, tuples and dicts of tensors and plain values are among them. Moved layers have them as they were. Only those travel
-that the layer's spec builds otherwise.
+NumPy's arrays, sets and bytes, and lists, tuples, deques and dicts of all these, are among them. Moved layers have them as
+they were. Only those travel that the layer's spec builds otherwise.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 _PLAIN = (bool, int, float, str, type(None))
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, deque)  # torch's trees know them
+_SETS = (set, frozenset, Counter)  # of plain values
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
@@ -95,9 +98,18 @@ def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _travels(value: Any) -> bool:
+    kind = type(value)
     if type(value) is Tensor:
         return value.layout == torch.strided and value.device.type != "meta"
-    return isinstance(value, _PLAIN) or (type(value) in _CONTAINERS and all(map(_travels, _entries(value))))
+    if type(value) is np.ndarray:
+        return not bool(value.dtype.hasobject)
+    if kind is defaultdict and getattr(value.default_factory, "__module__", "builtins") != "builtins":
+        return False  # another process may not know the function
+    if kind in _SETS:
+        return all(map(is_plain, value))
+    return isinstance(value, (*_PLAIN, bytes, np.generic)) or (
+        kind in _CONTAINERS and all(map(_travels, _entries(value)))
+    )
 
 
 def _entries(value: Any) -> Iterator[Any]:
@@ -110,6 +122,12 @@ def _checksum(value: Any) -> str:
         data: Any = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         found.update(f"{value.dtype} {tuple(value.shape)}".encode())
         found.update(data)
+    elif isinstance(value, np.ndarray):
+        found.update(f"{value.dtype} {value.shape}".encode())
+        found.update(value.tobytes())
+    elif type(value) in _SETS:
+        of_each = value.items() if isinstance(value, Counter) else value
+        found.update(" ".join(sorted(map(repr, of_each))).encode())
     elif type(value) in _CONTAINERS:
         found.update(" ".join((type(value).__name__, *map(_checksum, _entries(value)))).encode())
     else:

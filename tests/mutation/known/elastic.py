@@ -9,9 +9,9 @@ KNOWN = (
           '{**info.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
           f"{_WRAPPED} -k bits"),
     Known("a group's decay is lost", "elastic.moves.reshape",
-          "    return [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n",
-          "    found = [next((settings for settings, filled in each if filled), each[0][0]) for each in by_group]\n"
-          '    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n', f"{_LIVE} -k live_layers"),
+          "        found.append(first[1])\n    return found\n",
+          '        found.append(first[1])\n    return [{**each, "weight_decay": found[0]["weight_decay"]} for each in found]\n',
+          f"{_LIVE} -k live_layers"),
     Known("stages of a place stay one on each in another shape", "elastic.moves.start",
           "return places_of(places, engine.token_pipeline, len(ModelChunks(engine.module).specs))",
           "return tuple(range(places))", "tests/elastic/test_elastic_decisions.py -k back"),
