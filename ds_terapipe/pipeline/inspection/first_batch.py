@@ -114,7 +114,7 @@ class Inspection:
         try:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted,
-                trains=self.trains and stage.trains,
+                trains=self.trains and stage.trains and not _is_tensor_parallel(stage.root),
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
@@ -218,6 +218,11 @@ class Inspection:
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.number == len(self.runtime.placement.stages) - 1
+
+
+def _is_tensor_parallel(root: Any) -> bool:
+    """Whether ranks share a layer: one alone that found a difference of gradients would leave the others in a collective."""
+    return hasattr(root, "mpu") and root.mpu().get_slice_parallel_world_size() > 1
 
 
 def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:

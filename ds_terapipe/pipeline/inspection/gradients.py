@@ -123,6 +123,5 @@ def _random(output: Tensor, cut: TensorCut, total: int) -> Tensor:
 
 
 def _own(gradient: Tensor, cut: TensorCut, span: Span) -> Tensor:
-    """Return the part of a gradient of all tokens that belongs to a slice, or this rank's share of it."""
-    part = TensorCut(cut.row).apply(gradient, span)
-    return part if cut.shares is None or cut.row is None else cut.shares.own(part, cut.row)
+    """Return the part of a gradient of all tokens that belongs to a slice."""
+    return TensorCut(cut.row).apply(gradient, span)
