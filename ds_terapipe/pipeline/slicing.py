@@ -200,11 +200,12 @@ def _refuse_seen_future(mask: Tensor, name: str, followed: MutableMapping[Any, A
     tokens are hidden by False, by a number far below the others, or by Megatron's True. A bias hides nothing.
     """
     future = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)
-    if not mask[..., future].numel():
+    if not mask.numel() or len(future) == 1:
         return
-    low, high = _bounds(mask[..., future])
+    mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask  # whose bounds take a fifth of the time
+    low, high = _bounds(mask, future, mask[..., :1, -1:])
     if name not in followed:
-        least, most = _bounds(mask[..., ~future])
+        least, most = _bounds(mask, ~future, mask[..., :1, :1])
         below, above = low == high < most and high <= least, low == high > least and low >= most
         followed[name] = (-math.inf, most - HIDES) if most - high >= HIDES else (low, high) if below or above else None
     hidden = followed[name]
@@ -215,9 +216,9 @@ def _refuse_seen_future(mask: Tensor, name: str, followed: MutableMapping[Any, A
         )
 
 
-def _bounds(values: Tensor) -> tuple[float, float]:
-    """Return the least and the largest number."""
-    low, high = (values.byte() if values.dtype == torch.bool else values).aminmax()
+def _bounds(values: Tensor, where: Tensor, one: Tensor) -> tuple[float, float]:
+    """Return the least and the largest number ``where`` it counts; ``one`` of these takes the place of the others."""
+    low, high = torch.where(where, values, one).aminmax()  # a tenth of the time of an index
     return float(low), float(high)
 
 
