@@ -9,96 +9,26 @@ never gives a slower plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.cost import Cost
-from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, gigabytes, memory_use
+from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.improve import improve, other_cuts, why_not
 from ds_terapipe.plan.placed import unlike_plain
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Option, Plan, compact, option_name
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
 from ds_terapipe.plan.stages import even
-from ds_terapipe.schedule import Placement, Schedule, names_on
+from ds_terapipe.schedule import names_on
 from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
 _NEAR = 3  # of the cuts that were timed, so many are searched in
 _SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for comparisons
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request for a plan.
-
-    Attributes:
-        seq_length: tokens of a sequence.
-        stages: pipeline stages.
-        micro_batches: in a step.
-        schedule: ``auto``, or the only one that may be used.
-        granularity: unequal slices are multiples of so many tokens, and the last one takes the remainder; equal lengths are
-            tried as they are.
-        min_length: shortest slice in tokens; by default the granularity.
-        max_slice: longest slice in tokens, None without limit: measurements may reach no further.
-        memory: memory model; None: memory is no limit.
-        memory_gb: memory limit of each stage in 1e9 bytes; None: no limit.
-        limit_name: name of that limit in errors.
-        weights_once: weight gradients are made once per micro-batch where it is cut.
-        placement: of the stages; None: one on each place.
-        overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
-        about: origin of the costs.
-        search_s: seconds of the search for a better order, if the schedule is ``auto``, where it may save something; 0: none.
-    """
-
-    seq_length: int
-    stages: int
-    micro_batches: int
-    schedule: str = "auto"
-    granularity: int = 8
-    min_length: int | None = None
-    max_slice: int | None = None
-    memory: MemoryModel | None = None
-    memory_gb: float | None = None
-    limit_name: str = "memory_gb"
-    weights_once: bool = False
-    placement: Placement | None = None
-    overhead_s: float = 0.0
-    about: Mapping[str, Any] = field(default_factory=dict)
-    search_s: float = 0.0
-
-    def allows(self, lengths: Sequence[int]) -> bool:
-        """Whether no slice is too short or too long."""
-        return min(lengths) >= self.least and (self.max_slice is None or max(lengths) <= self.max_slice)
-
-    @property
-    def where(self) -> Placement:
-        """The stages on their places."""
-        return Placement.plain(self.stages) if self.placement is None else self.placement
-
-    def times(self, cost: Cost) -> StepTimes:
-        """Return the step times with these costs."""
-        return StepTimes(cost, self.where, self.micro_batches, self.weights_once)
-
-    def memory_of(self, schedule: str | Schedule, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
-        """Return the peak of each place with these slices; empty where memory is not known."""
-        if self.memory is None:
-            return ()
-        return memory_use(self.memory, schedule, lengths, self.micro_batches, self.weights_once, self.placement)
-
-    def fits(self, schedule: str | Schedule, lengths: Sequence[int]) -> bool:
-        """Whether these slices keep to the memory limit."""
-        if self.memory is None or self.memory_gb is None:
-            return True
-        return max(use.total for use in self.memory_of(schedule, lengths)) <= self.memory_gb * GIGABYTE
-
-    @property
-    def least(self) -> int:
-        """Shortest slice in tokens."""
-        return min(self.seq_length, self.granularity if self.min_length is None else self.min_length)
 
 
 def choose(cost: Cost, request: Request) -> Plan:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
+from ds_terapipe.plan.request import Request
 from ds_terapipe.schedule import SEARCHED, Action, Op, order, text_of, with_weight_gradients
 from ds_terapipe.schedule.numbered import Numbered, Problem
 from ds_terapipe.schedule.search import search
-
-if TYPE_CHECKING:
-    from ds_terapipe.plan.choose import Request
 
 GAIN = 0.01
 """Share of the best named order's time that a searched one must save: less is not worth an order without a name."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ds_terapipe.plan.choose import Request
 from ds_terapipe.plan.costs.cost import Cost, Tokens
 from ds_terapipe.plan.costs.layers import WORTH
 from ds_terapipe.plan.costs.memory import MemoryModel
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.schedule import Placement
 from ds_terapipe.schedule.orders import ZERO_BUBBLE

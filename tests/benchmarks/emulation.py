@@ -25,9 +25,10 @@ from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import keeper_of_linear
 from ds_terapipe.pipeline.operators.weight_gradients import Operands
 from ds_terapipe.pipeline.slicing import slice_lengths
-from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.cost import Tokens
 from ds_terapipe.plan.evaluate import StepTimes
+from ds_terapipe.plan.request import Request
 from ds_terapipe.schedule import Placement
 from tests.benchmarks import measure
 from tests.benchmarks.models import TokenLoss

@@ -13,7 +13,8 @@ from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TURNS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
-from ds_terapipe.plan.choose import Request, plan_of
+from ds_terapipe.plan.choose import plan_of
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, text_of
 from ds_terapipe.schedule.numbered import Problem

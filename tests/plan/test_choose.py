@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch
 from ds_terapipe.plan import improve
-from ds_terapipe.plan.choose import Request, can_choose, choose
+from ds_terapipe.plan.choose import can_choose, choose
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.parts import advice_on_two_stages
 from ds_terapipe.plan.placed import placement_text
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Option, Plan, compact, option_name
 from ds_terapipe.plan.slices import Cuts, best_cut, slice_times
 from ds_terapipe.schedule import NAMES, Op, Placement, validate

@@ -15,11 +15,12 @@ from ds_terapipe.errors import named
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, check_plan
 from ds_terapipe.pipeline.placing import placement_of_parts
 from ds_terapipe.pipeline.slicing import slice_lengths
-from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.hardware import Cluster
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
 from ds_terapipe.plan.placed import unlike_plain
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.schedule import Placement
 

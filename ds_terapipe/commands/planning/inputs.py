@@ -16,9 +16,10 @@ from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
 from ds_terapipe.errors import ConfigError, bad_value, named
 from ds_terapipe.json_files import Fields, read_json
-from ds_terapipe.plan.choose import Request, choose
+from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.cost import Cost, MeasuredCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load_model
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.plan.stages import even_layers, read_layers
 from ds_terapipe.schedule import choices

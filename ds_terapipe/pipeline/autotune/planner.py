@@ -9,11 +9,12 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, named
 from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
-from ds_terapipe.plan.choose import Request, can_choose, choose, plan_of
+from ds_terapipe.plan.choose import can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.parts import advice_on_two_stages
+from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan
 
 SEARCH_S = 10.0  # of an order, on rank 0, while the others wait;

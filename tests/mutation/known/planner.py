@@ -51,7 +51,7 @@ KNOWN = (
     Known("memory_gb is no limit", "pipeline.autotune.memory_limit",
           "        return self._limit / GIGABYTE if given is None and self._limit is not None else given\n",
           "        return None\n", _CUTTING + "too_little_memory"),
-    Known("plans that do not fit are chosen", "plan.choose",
+    Known("plans that do not fit are chosen", "plan.request",
           "        return max(use.total for use in self.memory_of(schedule, lengths)) <= self.memory_gb * GIGABYTE\n",
           "        return True\n", _CUTTING + "too_little_memory"),
     Known("a plan that disappoints stays", "pipeline.autotune.trials", _WINNER, "    return 0\n", _CUTTING + "rival_wins"),
