@@ -4,7 +4,7 @@ from . import Known
 
 KNOWN = (
     Known("LR, batch and length of a phase come with its second step", "optim.schedules.phases",
-          "        if step < phase.steps:", "        if step <= phase.steps:", "tests/optim/test_schedules.py -k every_phase"),
+          "        if step < phase.steps:", "        if step <= phase.steps:", "tests/optim/test_schedules.py -k every_step"),
     Known("every step but the first uses the LR of the one before", "optim.schedules.lr_rules",
           "        if step < self.warmup_steps:\n", "        step = max(step - 1, 0)\n        if step < self.warmup_steps:\n",
           "tests/optim/test_schedules.py -k every_step"),
