@@ -1,5 +1,6 @@
 """Tests notice what they are for: each known defect is found by its test, and parity tests see what a step ran."""
 
+import re
 import shlex
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from tests.ran import Ran, lengths_of
 
 
 def test_known_defects_are_of_this_package() -> None:
-    """Each changes one place of a module, and leaves it valid Python."""
+    """Each changes one place of a module, leaves it valid Python, and selects tests that are there."""
     names = [defect.name for defect in known()]
     assert len(set(names)) == len(names)
     for defect in known():
@@ -24,6 +25,9 @@ def test_known_defects_are_of_this_package() -> None:
         compile(defect.applied(f"ds_terapipe.{defect.module}", source), path, "exec")
         file = next(word for word in shlex.split(defect.test) if word.startswith("tests/")).partition("::")[0]
         assert (ROOT / file).exists(), f"{defect.name}: no file {file}"
+        text = "".join(path.read_text() for path in [ROOT / file, *(ROOT / file).rglob("*.py")] if path.is_file())
+        parts = re.findall(r"\w+_\w+", defect.test.partition("-k")[2])  # of names of tests; other words are of their ids
+        assert [part for part in parts if part not in text] == [], f"{defect.name}: selects no test of {file}"
 
 
 @pytest.mark.full
