@@ -1,5 +1,6 @@
 """A group for every channel and no other; made by all, and given up together."""
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -50,7 +51,9 @@ def two_jobs(rank: int) -> list[Any]:
     consensus = Consensus(watchdog)
     rounds = [consensus.decide(lambda: rank) for _ in range(3 + rank // 2 * 20)]
     error = error_of(lambda: consensus.agree(KeyError("x") if rank == 3 else None))
-    others = sorted(watchdog._positions.of_others() or {})  # before a rank is through, and closes
+    others, until = list[int](), time.monotonic() + 30.0
+    while not others and time.monotonic() < until:  # a position is written without waiting, and read before its rank closes
+        others = sorted(watchdog._positions.of_others() or {})
     told = [job.together(lambda: rank), consensus.gather(rank), consensus.collect(rank), str(error)]
     watchdog.close()
     close_groups([consensus.group, job.group])
