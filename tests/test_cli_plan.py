@@ -12,9 +12,9 @@ from ds_terapipe import cli
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
-from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.result import Plan
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.schedule import NAMES, Op
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points
@@ -72,7 +72,7 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     plan, data = Plan.load(target), json.loads(out_json.read_text())
     assert status == 0 and all(line in out for line in plan.lines())
     assert {key: data[key] for key in plan.to_dict()} == plan.to_dict()
-    assert plan.placement is not None and plan.placement.places == 4  # two stages on each
+    assert plan.placement.places == 4  # two stages on each
     assert (plan.stages, plan.micro_batches, plan.sequences, plan.seq_length) == (8, 4, 1, 512)
     assert plan.about["model"] == "model" and plan.memory[0].fixed > 0
     simulated = figures(capsys, "simulate", "--plan", target, *shape)

@@ -57,16 +57,18 @@ def run(options: argparse.Namespace) -> None:
     # DeepSpeed comes with them, which takes seconds
     from ds_terapipe.commands.checking.planned import outcome_of
     from ds_terapipe.commands.checking.rank import Task
-    from ds_terapipe.commands.checking.ranks import check_launch
+    from ds_terapipe.commands.checking.ranks import check_launch, text_of
     from ds_terapipe.commands.checking.table import as_json, table
 
     cluster = load_cluster(options.cluster or CLUSTER)
     script = tuple(options.script) if options.script else _of_sizes(options)
+    named = any(word.split("=")[0] == "--deepspeed_config" for word in script)
+    takes_config = options.ds_config is not None and not named and "add_config_arguments" in text_of(script[0])
     task = Task(
         0,
         options.world,
         min(options.world, cluster.devices_per_node),
-        _with_config(script, options.ds_config),
+        (*script, "--deepspeed_config", options.ds_config) if takes_config else script,
         options.ds_config,
         options.seq_length or _seq_length(script),
     )
@@ -91,17 +93,6 @@ def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     options.seq_length = options.seq_length or SEQ_LENGTH
     sizes = (options.stages, options.tensor_parallel, options.seq_length)
     return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
-
-
-def _with_config(script: tuple[str, ...], path: str | None) -> tuple[str, ...]:
-    """Add the configuration to the arguments of a script that takes it there and was given none."""
-    if path is None or any(word.split("=")[0] == "--deepspeed_config" for word in script):
-        return script
-    try:
-        takes = "add_config_arguments" in Path(script[0]).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        takes = False
-    return (*script, "--deepspeed_config", path) if takes else script
 
 
 def _seq_length(script: tuple[str, ...]) -> int | None:

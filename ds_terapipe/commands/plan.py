@@ -16,7 +16,6 @@ from ds_terapipe.commands.planning.several import choose_placed, placed, read_pl
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.result import Plan, compact, seconds_text
-from ds_terapipe.plan.stages import describe, partition
 
 HELP = "choose the fastest slices and schedule for a model, a cluster and a batch"
 DESCRIPTION = (
@@ -43,21 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
 
 
+@progress("planning")
 def run(options: argparse.Namespace) -> None:
     """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead."""
     if options.frozen is not None:
         plan_frozen(options)
         return
-    with progress("reading"):
-        inputs = read_placed(options)
-    with progress("planning"):
-        found = choose_placed(inputs, options.search)
+    inputs = read_placed(options)
+    found = choose_placed(inputs, options.search)
     if options.output:
         found.save(options.output)
-    with progress("comparing with other stages, micro-batches and parallelism"):
-        stage_lines, stages = _stage_advice(inputs, found)
-        batch_lines, batches = _batch_advice(inputs, found)
-        alternatives, why_not = alternatives_to(unplaced(inputs) or inputs)
+    stage_lines, stages = _stage_advice(inputs, found)
+    batch_lines, batches = _batch_advice(inputs, found)
+    alternatives, why_not = alternatives_to(unplaced(inputs) or inputs)
     said = verdicts(inputs, found.step_s, len(found.slices) > 1, alternatives, why_not)
     written = [f"written to {options.output}"] if options.output else []
     lines = [*inputs.lines, *found.lines(), *stage_lines, *batch_lines, *said, *written]
@@ -74,10 +71,13 @@ def run(options: argparse.Namespace) -> None:
 def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
     """Return the best boundaries between stages for the plan's slices, and their gain."""
     source, step_s = inputs.source, None
+    layers = source.layer_seconds(inputs.sequences, found.slices) if isinstance(source, Analytic) else None
+    if isinstance(source, Measured):  # no prediction: curves hold for the present stages
+        layers = source.measured.layers
+    if layers is None:
+        return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
+    present, best, advice = layers.present, layers.best, layers.advice(_WORTH)
     if isinstance(source, Analytic):
-        seconds = source.layer_seconds(inputs.sequences, found.slices)
-        present, best = describe(seconds, source.layers), partition(seconds, source.stages)
-        gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
         other = placed(replace(inputs, source=source.with_layout(best.layers)), found.placement)
         step_s = found.step_s
         if other is not None:
@@ -85,22 +85,14 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
             step_s = times.seconds(found.runs, found.slices) + found.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (
-            ""
-            if gained < _WORTH
-            else (
-                f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
-                f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
-            )
+            f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
+            f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {layers.gain:.1%} less"
         )
-    elif isinstance(source, Measured) and source.measured.layers is not None:
-        layers = source.measured.layers  # no prediction: curves hold for the present stages
-        present, best, gain, advice = layers.present, layers.best, layers.gain, layers.advice(_WORTH)
-    else:
-        return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
+        advice = advice if gained >= _WORTH else ""
     return [f"stages: {advice or f'--stage-layers {present.text} is as good as any'}"], {
         "present": list(present.layers),
         "best": list(best.layers),
-        "slowest_stage_gain": gain,
+        "slowest_stage_gain": layers.gain,
         "predicted_step_s": step_s,
     }
 

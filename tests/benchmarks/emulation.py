@@ -190,9 +190,7 @@ def cases_for(processes: int, sequences: int, tokens: int, slices: int) -> list[
     for placement, schedules in ORDERS.items():
         cases += [Case(placement, schedule, equal) for schedule in schedules]
         times = times_of(cases[-1], processes, sequences)
-        request = Request(
-            tokens, times.stages, sequences, granularity=1, min_length=SHORTEST, weights_once=True, placement=times.placement
-        )  # fmt: skip
+        request = Request(tokens, times.placement, sequences, granularity=1, min_length=SHORTEST, weights_once=True)
         plan = choose(times.cost, request)
         cases.append(Case(placement, plan.schedule, tuple(plan.slices)))
     return list(dict.fromkeys(cases))

@@ -10,14 +10,15 @@ import pytest
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.auto import PATIENCE, AutoSlices
-from ds_terapipe.pipeline.autotune.planner import RIVALS
+from ds_terapipe.pipeline.autotune.planner import RIVALS, Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, events_of
 from tests.plan.costs import ExampleCost
 
@@ -52,8 +53,8 @@ class Run:
         self.meter = meter or metered()
         config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
-        about = RunInfo(STAGES, 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
-        self.auto = AutoSlices(config, about, lambda decide: decide(), self.meter, self.lines.append)
+        about = RunInfo(Placement.plain(STAGES), 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
+        self.auto = AutoSlices(Planner(config, about, lambda decide: decide(), self.meter, self.lines.append))
 
     def step(self, lengths: Any, slow: Any = lambda slices: 1.0, elsewhere: Any = ()) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
@@ -194,13 +195,13 @@ WINNERS = [
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s, winner):
     """Steps take these seconds, the last for all further ones."""
     left = {"1f1b": list(plan_s), "terapipe": list(rival_s)}
-    plan = Plan("1f1b", (8,), 8, STAGES, 1, 1, False, step_s=1.0)
+    plan = Plan("1f1b", (8,), 8, Placement.plain(STAGES), 1, 1, False, step_s=1.0)
     rivals = [dataclasses.replace(plan, schedule="terapipe")] if rival_s else []
     steps = planned_steps(plan, Mock(agree=lambda decide: decide()), rivals)
     turn = next(steps)
     while turn.slices.timed:
         own = left[turn.slices.schedule]
-        turn = steps.send(StepTime((), own.pop(0) if len(own) > 1 else own[0]))
+        turn = steps.send(((), own.pop(0) if len(own) > 1 else own[0]))
     assert turn.plan is not None and turn.plan.schedule == turn.slices.schedule == winner
     assert turn.plan.step_s == (1.0 if winner == "1f1b" else min(rival_s))
 

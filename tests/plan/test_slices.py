@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.plan.costs.layers import WORTH, LayerSeconds
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
-from ds_terapipe.plan.stages import even_layers, gain, partition, read_layers
+from ds_terapipe.plan.stages import WORTH, LayerSeconds, even_layers, gain, partition, read_layers
 from tests.plan.costs import ExampleCost, compositions
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.hardware import Model
 
 if TYPE_CHECKING:  # they import torch
@@ -132,7 +131,3 @@ def _run(script: Sequence[str]) -> None:
     except SystemExit as problem:
         if problem.code not in (0, None):
             raise ScriptEnded(problem.code if isinstance(problem.code, str) else "") from problem
-    except OSError as problem:
-        if problem.filename == script[0]:
-            raise ConfigError(f"check: got {script[0]}, must be a script that can be read, use its path") from problem
-        raise

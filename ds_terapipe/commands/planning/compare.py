@@ -21,7 +21,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import SEARCHED, Panel, Placement, Schedule, names_on, schedule_named
+from ds_terapipe.schedule import SEARCHED, Panel, Schedule, names_on, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -46,7 +46,7 @@ def compare(
         rows.append(row(plain or inputs, title, UNSLICED, (request.seq_length,)))
     rows += [each for each in alternatives if each.kind == "interleaved"]
     sliced = []
-    for schedule in names_on(request.placement or Placement.plain(request.stages)):
+    for schedule in names_on(request.placement):
         lengths = slices or _best_slices(inputs, schedule)
         title = schedule_named(schedule).title or f"slice-level {schedule}"
         sliced.append(row(inputs, f"{title}, {len(lengths)} slices", schedule, lengths))

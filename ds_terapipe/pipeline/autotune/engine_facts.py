@@ -14,7 +14,8 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.json_files import check_writable
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
-from ds_terapipe.pipeline.autotune.meter import StepMeter
+from ds_terapipe.pipeline.autotune.memory_limit import StepMeter
+from ds_terapipe.pipeline.autotune.planner import Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, named_schedule
 from ds_terapipe.pipeline.loss import runs_per_slice
@@ -22,8 +23,8 @@ from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.costs.layers import LayerSeconds
-from ds_terapipe.plan.placed import placement_dict, unlike_plain
+from ds_terapipe.plan.placed import placement_field
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__
 
@@ -44,7 +45,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
-    return AutoSlices(
+    planner = Planner(
         config,
         _run_info(engine, consensus),
         consensus.decide,
@@ -52,6 +53,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
         emit if engine.global_rank == 0 else lambda line: None,
         lambda: _layer_seconds(engine, consensus, layers),
     )
+    return AutoSlices(planner)
 
 
 def follow_micro_batch(engine: Any) -> None:
@@ -122,18 +124,16 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
+        **placement_field(engine.placement),
     }
     if engine._runtime.multiple > 1:
         measured_on["sequence_parallel"] = engine._runtime.multiple
-    if (unlike := unlike_plain(engine.placement)) is not None:
-        measured_on["placement"] = placement_dict(unlike)
     return RunInfo(
-        stages=len(engine.placement.stages),
+        placement=engine.placement,
         sequences=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.micro_batches,
         weights_once=engine.makes_weight_gradients_once(),
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
-        placement=engine.placement,
         multiple=engine._runtime.multiple,
         measured_on=measured_on,
     )
