@@ -62,15 +62,15 @@ def run(options: argparse.Namespace) -> None:
 
     cluster = load_cluster(options.cluster or CLUSTER)
     script = tuple(options.script) if options.script else _of_sizes(options)
-    named = any(word.split("=")[0] == "--deepspeed_config" for word in script)
-    takes_config = options.ds_config is not None and not named and "add_config_arguments" in text_of(script[0])
+    own = _own_arguments(script)
+    takes_config = options.ds_config and not own.deepspeed_config and "add_config_arguments" in text_of(script[0])
     task = Task(
         0,
         options.world,
         min(options.world, cluster.devices_per_node),
         (*script, "--deepspeed_config", options.ds_config) if takes_config else script,
         options.ds_config,
-        options.seq_length or _seq_length(script),
+        options.seq_length or own.seq_length or None,
     )
     with progress("checking"):
         reports = check_launch(task)
@@ -95,11 +95,11 @@ def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
 
 
-def _seq_length(script: tuple[str, ...]) -> int | None:
-    """The script's own argument for the length of sequences."""
-    for index, word in enumerate(script):
-        name, _, value = word.partition("=")
-        if name in ("--seq-length", "--seq_length"):
-            value = value or next(iter(script[index + 1 :]), "")
-            return int(value) if value.isdigit() and int(value) > 0 else None
-    return None
+def _own_arguments(script: tuple[str, ...]) -> argparse.Namespace:
+    """Return those of the script's arguments that a check knows."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--deepspeed_config", nargs="?")
+    parser.add_argument(
+        "--seq-length", "--seq_length", nargs="?", type=lambda text: int(text) if text.isdigit() else None
+    )
+    return parser.parse_known_args(script[1:])[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
-from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan
+from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, plan_if_fits
 from ds_terapipe.commands.planning.several import choose_placed, placed, read_placed, unplaced
 from ds_terapipe.commands.progress import progress
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 
 HELP = "choose the fastest slices and schedule for a model, a cluster and a batch"
@@ -105,13 +103,13 @@ def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str
         return [], []
     others = [size for size in sizes if size != inputs.sequences]
     kept = sorted(others, key=lambda size: (abs(size.bit_length() - inputs.sequences.bit_length()), size))[:_SIZES]
-    plans = []
+    plans = [found]
     for size in sorted(kept):
         request = replace(inputs.request, micro_batches=total // size, memory=inputs.source.memory(size))
         other = placed(replace(inputs, sequences=size, request=request, parts=None), request.placement)
-        with contextlib.suppress(ConfigError):  # it does not fit
-            plans += [] if other is None else [choose_plan(other)]
-    plans = sorted([*plans, found], key=lambda each: each.step_s)
+        plan = None if other is None else plan_if_fits(other)
+        plans += [] if plan is None else [plan]
+    plans.sort(key=lambda each: each.step_s)
     lines = [f"micro-batches for {total} sequences in a step, fastest first:"]
     for each in plans:
         mark = "  (the plan)" if each.sequences == found.sequences else ""

@@ -60,7 +60,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
         settings=built.settings.model_dump(), cut=built.cut,
-        weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
+        weights_once=built.cut and engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
         ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
         multiple=multiple,

@@ -95,10 +95,8 @@ def memory_model(reports: Sequence[Report]) -> MemoryModel:
     peaks = [Peaks(lengths, tuple(step[lengths] for step in steps)) for lengths in shared]
     micro_batches = counted_micro_batches(reports[0].micro_batches)
     known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(each is not None and each.defers for each in counted))
-    beyond = ((stage.working, stage.joined) for stage in known.stages)
-    return replace(
-        model, stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True))
-    )
+    both = zip(stages, known.stages, strict=True)
+    return replace(model, stages=tuple(replace(s, working=k.working, joined=k.joined) for s, k in both))
 
 
 def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:

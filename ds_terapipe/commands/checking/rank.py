@@ -91,11 +91,6 @@ class Report:
     multiple: int = 1
     signatures: tuple[Signature, ...] = ()
 
-    @property
-    def after(self) -> Boundary | None:
-        """Boundary to the next stage."""
-        return None if self.counted is None else self.counted.after
-
 
 class ScriptEnded(Exception):
     """The script ended without an engine; the text is its last word."""

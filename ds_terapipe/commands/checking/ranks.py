@@ -42,7 +42,7 @@ def check_launch(task: Task) -> list[Report]:
     task = replace(task, length=task.length or first.length)
     reports, known = [first], dict[tuple[Signature, Boundary | None], Report]()
     for stage in range(1, first.stages):
-        before = reports[-1].after
+        before = reports[-1].counted and reports[-1].counted.after
         key = first.signatures[stage], before
         if key not in known:
             known[key] = _checked(context, replace(task, rank=first.ranks[stage], before=before))

@@ -24,12 +24,27 @@ from ds_terapipe.plan.stages import LayerSeconds
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitCost:
-    """A `Cost` without any: forward of a whole sequence takes 1 on each stage, backward 2, messages nothing."""
+class Units:
+    """No cost was given: schedules can be drawn and compared all the same.
 
+    It is its own `Cost`: forward of a whole sequence takes 1 on each stage, backward 2, messages nothing.
+    """
+
+    stages: int
     max_length: int
-    sequences: int = 1
     weights_once: bool = False
+    sequences: int = 1
+    text: str = "unit costs: forward of a sequence 1, backward 2 on each stage, slices by their tokens, messages free"
+    about: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"costs": "units"})
+    overhead_s: float = 0.0
+    device_gb: float | None = None
+
+    def cost(self, sequences: int) -> Units:
+        """Return the cost of micro-batches of so many sequences."""
+        return dataclasses.replace(self, sequences=sequences)
+
+    def memory(self, sequences: int) -> None:
+        """Not known."""
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
         """Return the forward time: the share of the sequence's tokens."""
@@ -46,26 +61,6 @@ class UnitCost:
     def message(self, boundary: int, length: Tokens) -> Tokens:
         """No time."""
         return 0.0 * length
-
-
-@dataclasses.dataclass(frozen=True)
-class Units:
-    """No cost was given: schedules can be drawn and compared all the same."""
-
-    stages: int
-    total: int
-    weights_once: bool = False
-    text: str = "unit costs: forward of a sequence 1, backward 2 on each stage, slices by their tokens, messages free"
-    about: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"costs": "units"})
-    overhead_s: float = 0.0
-    device_gb: float | None = None
-
-    def cost(self, sequences: int) -> UnitCost:
-        """Return the cost of micro-batches of so many sequences."""
-        return UnitCost(self.total, sequences, self.weights_once)
-
-    def memory(self, sequences: int) -> None:
-        """Not known."""
 
 
 @dataclasses.dataclass(frozen=True)

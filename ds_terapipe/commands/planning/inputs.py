@@ -6,6 +6,7 @@ An explicit argument wins over the DeepSpeed configuration, that over a default.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +65,7 @@ class Inputs:
 
     @property
     def units(self) -> bool:
-        """Whether no cost was given; seconds are those of `cost_sources.UnitCost`."""
+        """Whether no cost was given; seconds are those of `cost_sources.Units`."""
         return isinstance(self.source, Units)
 
     @property
@@ -213,6 +214,13 @@ def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0
                 f"{source.cluster.name}: {error} (with weights, gradients and optimiser; --memory-gb is what comes on top)"
             ) from error
         raise
+
+
+def plan_if_fits(inputs: Inputs, schedule: str | None = None, search_s: float = 0.0) -> Plan | None:
+    """Return the plan of `choose_plan`; None where none fits."""
+    with contextlib.suppress(ConfigError):
+        return choose_plan(inputs, schedule, search_s)
+    return None
 
 
 def check_numbers(options: argparse.Namespace) -> None:

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import replace
 
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
-from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, read_inputs
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, plan_if_fits, read_inputs
+from ds_terapipe.errors import bad_value
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import MemoryModel
 from ds_terapipe.plan.improve import GAIN
@@ -108,11 +108,8 @@ def choose_placed(inputs: Inputs, search_s: float) -> Plan:
     each = search_s / (1 + len(others))
     best = alone = choose_plan(inputs, search_s=each)
     for there in others.values():
-        try:
-            plan = choose_plan(there, search_s=each)
-        except ConfigError:  # it does not fit
-            continue
-        if plan.step_s < min(best.step_s, alone.step_s * (1 - GAIN)):
+        plan = plan_if_fits(there, search_s=each)
+        if plan is not None and plan.step_s < min(best.step_s, alone.step_s * (1 - GAIN)):
             best = plan
     if best is alone:
         return alone
