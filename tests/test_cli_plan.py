@@ -9,7 +9,7 @@ import pytest
 
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
-from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
+from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
@@ -241,5 +241,6 @@ def test_analytic_memory_of_the_standard_shape():
         assert (first.received, last.received, first.sent, last.sent) == (0, 3 * 2 * 512, 3 * 2 * 512, 0)
         assert first.weight_gradients == 3 * 4 * 2 * 512 * (4 + 12 / tensor)  # inputs and output gradients of four matrices
     # ZeRO, section 3.1: 16 bytes per parameter, of which 12 are shared by the replicas
-    assert fixed_bytes(shape, (4, 2), 2)[0] == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
-    assert fixed_bytes(shape, (4, 2), 2, 4)[1] == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2
+    alone, shared = (analytic_memory(shape, (4, 2), 2, optimizer_shards=shards).stages for shards in (1, 4))
+    assert alone[0].fixed == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
+    assert shared[1].fixed == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2

@@ -16,7 +16,7 @@ import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost
-from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
+from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.cost import MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
@@ -122,13 +122,8 @@ class Analytic:
 
     def memory(self, sequences: int) -> MemoryModel:
         """Return the memory of micro-batches of so many sequences."""
-        found = analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once)
-        if not self.fixed:
-            return found
-        shards = self.data_parallel if self.shares_optimizer else 1
-        bytes_ = fixed_bytes(self.model, self.layers, self.tensor_parallel, shards)
-        stages = (dataclasses.replace(stage, fixed=each) for stage, each in zip(found.stages, bytes_, strict=True))
-        return dataclasses.replace(found, stages=tuple(stages))
+        shards = (self.data_parallel if self.shares_optimizer else 1) if self.fixed else None
+        return analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once, shards)
 
     def with_layout(self, layers: tuple[int, ...], tensor_parallel: int | None = None) -> Analytic:
         """Return the costs of the model in other stages, and with other tensor parallelism if given."""
