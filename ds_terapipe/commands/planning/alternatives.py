@@ -8,7 +8,6 @@ from typing import Any
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.inputs import Inputs
 from ds_terapipe.commands.planning.several import placed
-from ds_terapipe.plan.costs.memory import GIGABYTE
 from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Interval, Panel, Placement, Schedule, Simulation
 
@@ -29,7 +28,7 @@ class Row:
         step_s: predicted seconds of a step.
         live_sequences: the most whose activations are held at once on a device, as sequences on all the device's layers.
         peak_bytes: of the fullest device, None where memory is not known.
-        limit_bytes: of a device, None without limit.
+        fits: whether the peak is within the limit, as far as both are known.
         placement: of the stages.
     """
 
@@ -40,13 +39,8 @@ class Row:
     step_s: float
     live_sequences: float
     peak_bytes: float | None
-    limit_bytes: float | None
+    fits: bool
     placement: Placement
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the limit, as far as both are known."""
-        return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
 
     def figures(self) -> dict[str, Any]:
         """Its figures for JSON."""
@@ -75,7 +69,7 @@ def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, 
     live = max(place.peak_tokens for place in run.places) / request.seq_length / request.placement.stages_per_place
     return Row(
         kind or str(schedule), name, slices, run, run.makespan + request.overhead_s, live * inputs.sequences, peak,
-        None if request.memory_gb is None else request.memory_gb * GIGABYTE, request.placement,
+        request.fits(schedule, slices), request.placement,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ class AutoSlices:
             return self._unmeasured(lengths) if turn.plan is None else _scaled(turn.plan, lengths, longest)
         if turn.plan is None:
             self._missed = 0
-            self._planner.limit.watch(turn.counts)
+            self._planner.limit.meter.watch(turn.counts)
         self._shape = shape
         return turn.slices
 

@@ -27,9 +27,11 @@ class StepMeter:
     def __init__(self, engine: Any, consensus: Consensus, memory: StepMemory) -> None:
         self._engine, self._consensus, self._memory = engine, consensus, memory
 
-    def begin(self) -> None:
-        """Count the next step."""
-        self._memory.begin(self._engine.module.parameters())
+    def watch(self, counts: bool) -> None:
+        """Watch the peak of the next step, and measure its memory if it ``counts``."""
+        if counts:
+            self._memory.begin(self._engine.module.parameters())
+        self._memory.note_peak(self._engine.module.parameters())
 
     def end(self) -> tuple[MemoryModel, float | None]:
         """Return the memory model of all stages and the free bytes of a stage, None without limit; collective.
@@ -44,10 +46,6 @@ class StepMeter:
         limits = [free for _, free in said if free is not None]
         model = MemoryModel(tuple(stages[stage] for stage in sorted(stages)))
         return model, min(limits) if limits else None
-
-    def note_peak(self) -> None:
-        """Watch the peak of the next step."""
-        self._memory.note_peak(self._engine.module.parameters())
 
     def peaks(self) -> tuple[float, ...] | None:
         """Return the peak bytes of every place in the watched step, from its fullest rank; None if unknown; collective."""
@@ -88,7 +86,7 @@ class MemoryLimit:
     def __init__(
         self, config: TokenPipelineConfig, run: RunInfo, schedule: str, agree: Agreement, meter: StepMeter
     ) -> None:
-        self._run, self._schedule, self._agree, self._meter = run, schedule, agree, meter
+        self._run, self._schedule, self._agree, self.meter = run, schedule, agree, meter
         self._given_gb = config.memory_gb
         self._counted: MemoryModel | None = None  # without refinement by peaks
         self._peaks: dict[tuple[int, ...], Peaks] = {}  # by slices
@@ -96,21 +94,15 @@ class MemoryLimit:
         self._limit_from: str | None = None  # the file that it was read from
         self.model: MemoryModel | None = None
 
-    def watch(self, counts: bool) -> None:
-        """Watch the peak of the next step, and measure its memory if it ``counts``."""
-        if counts:
-            self._meter.begin()
-        self._meter.note_peak()
-
     def count(self) -> None:
         """Take the model and the limit from the measured step; collective."""
-        self._counted, self._limit = self._meter.end()
+        self._counted, self._limit = self.meter.end()
         self.model, self._limit_from = self._counted, None
         self._peaks.clear()
 
     def learn(self, shape: tuple[int, int], slices: int | Sequence[int]) -> None:
         """Refine the model by the peak of the step that has ended, cut into ``slices``; collective."""
-        taken, counted = self._meter.peaks(), self._counted
+        taken, counted = self.meter.peaks(), self._counted
         if taken is None or counted is None:
             return
         longest, micro_batches = shape
