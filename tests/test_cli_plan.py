@@ -211,7 +211,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan", "--model: missing"),
     ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
-    ("plan --model gpt3-13b --stages 1", "p3.16xlarge: memory_gb: got 16, must be at least"),
+    ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),
     ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),

@@ -167,6 +167,8 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     memory, limit_name = source.memory(sequences), "memory_gb"
     if memory is None and given.memory_gb is not None:
         notes.append("memory: not known from these costs, so memory_gb is no limit")
+    if isinstance(source, Analytic) and source.fixed:  # --memory-gb is what comes on top
+        limit_name = f"{source.cluster.name}, with weights, gradients and optimiser: memory_gb"
     known: dict[str, Any] = {"stages": source.stages, "weights_once": given.weight_gradients != "slice"}
     length = given.seq_length or SEQ_LENGTH
     if isinstance(source, Measured):
@@ -202,18 +204,10 @@ def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0
     """Return the best plan for the inputs, under ``schedule`` only if given; ``search_s`` as in a `Request`.
 
     Raises:
-        ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
+        ConfigError: as `plan.choose.choose`.
     """
     request = replace(inputs.request, schedule=schedule or inputs.request.schedule, search_s=search_s)
-    try:
-        return choose(inputs.cost, request)
-    except ConfigError as error:
-        source = inputs.source
-        if isinstance(source, Analytic) and source.fixed and str(error).startswith("memory_gb: "):
-            raise ConfigError(
-                f"{source.cluster.name}: {error} (with weights, gradients and optimiser; --memory-gb is what comes on top)"
-            ) from error
-        raise
+    return choose(inputs.cost, request)
 
 
 def plan_if_fits(inputs: Inputs, schedule: str | None = None, search_s: float = 0.0) -> Plan | None:

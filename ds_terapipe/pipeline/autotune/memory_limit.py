@@ -57,13 +57,10 @@ class StepMeter:
         return tuple(peaks[place] for place in sorted(peaks))
 
     def _free(self) -> float | None:
-        """Return the bytes for activations and buffers: the configured ones, else the free ones; None if unknown.
+        """Return the bytes that are free for activations and buffers; None if unknown.
 
-        Free bytes include PyTorch's cache, and leave room for gradients. Weights and optimiser are allocated by then.
+        They include PyTorch's cache, and leave room for gradients. Weights and optimiser are allocated by then.
         """
-        given = self._engine.token_pipeline.memory_gb
-        if given is not None:
-            return float(given * GIGABYTE)
         device = self._engine.device
         if device.type != "cuda":
             return None
