@@ -9,7 +9,7 @@ from typing import Any
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
-from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
+from ds_terapipe.commands.planning.frozen import plan_frozen
 from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, plan_if_fits
 from ds_terapipe.commands.planning.several import choose_placed, placed, read_placed, unplaced
 from ds_terapipe.commands.progress import progress
@@ -36,7 +36,12 @@ _WORTH = 0.001  # a gain that is worth a line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     add_inputs(parser)
-    add_frozen(parser)
+    parser.add_argument(
+        "--frozen",
+        metavar="F,F",
+        help="print the shapes of an elastic_pipeline whose first F entries are frozen, in place of a plan. F counts entries of "
+        "the layer list, the embedding included. Each F has a table. --memory-gb limits the whole memory of a rank here",
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
 
 

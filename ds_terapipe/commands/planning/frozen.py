@@ -26,16 +26,6 @@ if TYPE_CHECKING:
     from ds_terapipe.elastic.shapes.predict import Prediction
 
 
-def add_frozen(parser: argparse.ArgumentParser) -> None:
-    """Add ``--frozen F,F``."""
-    parser.add_argument(
-        "--frozen",
-        metavar="F,F",
-        help="print the shapes of an elastic_pipeline whose first F entries are frozen, in place of a plan. F counts entries of "
-        "the layer list, the embedding included. Each F has a table. --memory-gb limits the whole memory of a rank here",
-    )
-
-
 def plan_frozen(options: argparse.Namespace) -> None:
     """Print a table for each number of ``--frozen``.
 
