@@ -132,10 +132,9 @@ def _chosen(
         return best.runs, best.slices
     if given is not None and options.schedule in (None, AUTO):
         return given.runs, slices
-    schedule, config = inputs.request.schedule, inputs.config
-    several = config is not None and config.stages_per_place > 1 < inputs.request.placement.places
-    default = INTERLEAVED.name if several else DEFAULT_SCHEDULE
-    return default if schedule == AUTO else schedule, slices
+    request = inputs.request
+    default = INTERLEAVED.name if request.placement.stages_per_place > 1 else DEFAULT_SCHEDULE
+    return default if request.schedule == AUTO else request.schedule, slices
 
 
 def _one(

@@ -13,6 +13,7 @@ from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import StageRun
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.autotune.slice_plan import configured_slices
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import parts_of
 from ds_terapipe.pipeline.token_shares import shares_of
@@ -42,8 +43,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         try:
             sample = sample_of(engine, length, task.before, mode, multiple)
             length = sample.length
-            one = engine.num_stages == 1 and built.settings.slices == "auto"
-            cut = built.cut and cuts(built.settings.slices) and not one
+            cut = built.cut and cuts(configured_slices(built.settings, engine.num_stages))
             counted = StageRun(engine, built.settings, task.before, sample, mode).count(cut)
         except NoSample as problem:
             notes.append(f"activations: {problem}")

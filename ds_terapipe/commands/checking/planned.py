@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.commands.checking.stage import SCHEDULE, counted_micro_batches
 from ds_terapipe.commands.planning.cost_sources import Analytic
-from ds_terapipe.commands.planning.inputs import AUTO
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, given_plan
+from ds_terapipe.pipeline.autotune.slice_plan import configured_slices, named_schedule
 from ds_terapipe.pipeline.placing import placement_of_parts
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import choose
@@ -54,10 +54,8 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     settings = TokenPipelineConfig(**first.settings)
     if first.length is None:
         return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
-    model, slices = memory_model(reports), settings.slices
-    schedule, plan = SCHEDULE if settings.schedule == AUTO else settings.schedule, None
-    if slices == AUTO and first.stages == 1 and settings.plan_path is None:
-        slices = 1
+    model, slices = memory_model(reports), configured_slices(settings, first.stages)
+    schedule, plan = named_schedule(settings), None
     lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices, first.multiple)
     if not isinstance(slices, str):
         given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.json_files import check_writable
 from ds_terapipe.model_chunks import ModelChunks
@@ -17,7 +17,7 @@ from ds_terapipe.pipeline.autotune.auto import AutoSlices
 from ds_terapipe.pipeline.autotune.memory_limit import StepMeter
 from ds_terapipe.pipeline.autotune.planner import Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, named_schedule
+from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, configured_slices, named_schedule
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
@@ -36,8 +36,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     sum over slices.
     """
     config = _settings(engine)
-    fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
-    slices = 1 if fixed and config.slices == AUTO else config.slices
+    slices = configured_slices(config, engine.num_stages)
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
