@@ -205,11 +205,8 @@ class Manifest:
         """Whether DeepSpeed has saved here without our keys: by its state files, and layers newer than the manifest."""
         written = (self._folder / MANIFEST).stat().st_mtime_ns
         later = any(path.stat().st_mtime_ns > written for path in self._folder.glob("layer_*-model_states.pt"))
-        return later and any(self._problem(path) and _by_others(path) for path in _states(self._folder))
-
-
-def _states(folder: Path) -> list[Path]:
-    return sorted(folder.glob("mp_rank_*_model_states.pt"))
+        states = sorted(self._folder.glob("mp_rank_*_model_states.pt"))
+        return later and any(self._problem(path) and _by_others(path) for path in states)
 
 
 def _by_others(path: Path) -> bool:

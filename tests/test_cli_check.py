@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe import cli
 from ds_terapipe.commands.checking.ranks import _IF_NAMED, _PRELOADED
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
@@ -19,6 +18,7 @@ from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.test_memory_of_steps import Counted
 from tests.pipeline.training import ADAMW, build_engine
 from tests.spawn import launched
+from tests.test_cli_plan import run
 
 # on a device heads are not so narrow, nor slices so short, that the padding of its kernels is more than what they keep
 if device.NAME != "cpu":
@@ -71,20 +71,14 @@ def settings(**keys: Any) -> dict[str, Any]:
     return {**sizes, "optimizer": ADAMW, "token_pipeline": CUT, **keys}
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    status = cli.main(["check", *map(str, arguments)])
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 def stages(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
-    status, out, err = run(capsys, "--json", "-", *arguments)
+    status, out, err = run(capsys, "check", "--json", "-", *arguments)
     assert status == 0, err
     return list(json.loads(out)["stages"])
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    status, out, err = run(capsys, *arguments)
+    status, out, err = run(capsys, "check", *arguments)
     assert status == 1, out
     return err.splitlines()[-1]
 
@@ -168,7 +162,7 @@ def test_sizes_stand_for_a_script_and_a_plan_that_does_not_fit_is_an_error(tmp_p
 def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps(settings(token_pipeline={"slices": "auto"}, train_micro_batch_size_per_gpu=1)))
-    status, out, err = run(capsys, "--world", 12, "--ds-config", config, "--", "train.py", *GPT)
+    status, out, err = run(capsys, "check", "--world", 12, "--ds-config", config, "--", "train.py", *GPT)
     assert status == 0, err
     lines = out.splitlines()
     assert lines[0] == "launch: 3 stages x 2 tensor-parallel x 2 replicas = 12 ranks"
@@ -239,7 +233,7 @@ class Reading(torch.nn.Module):
 def test_computed_figures_are_marked(own, capsys):
     text = OWN.replace("deepspeed.init_", READING + "deepspeed.init_", 1)
     own.write_text(text.replace("gpt(blocks)", "[*gpt(4)[:3], Reading(), *gpt(4)[3:]]"))
-    status, out, err = run(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings()))
+    status, out, err = run(capsys, "check", "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings()))
     assert status == 0, err
     reading = next(line for line in out.splitlines() if "Reading" in line)
     assert reading.split()[-3:] == ["?", "?", "?"] and "fake tensors cannot run it" in out

@@ -6,7 +6,7 @@ import pytest
 
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import CLUSTERS
-from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.plan.stages import LayerSeconds
 from tests.test_cli_plan import MODEL, fails, figures, written
 
 SECONDS = ((3.0, 3.0), (3.0, 6.0))  # forward and backward of four entries, a third of it forward

@@ -9,12 +9,12 @@ import pytest
 
 import ds_terapipe.config  # noqa: F401  DeepSpeed's own messages at its import are not the commands'
 from ds_terapipe import cli
-from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
+from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
-from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.result import Plan
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.schedule import NAMES, Op
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points
@@ -72,7 +72,7 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     plan, data = Plan.load(target), json.loads(out_json.read_text())
     assert status == 0 and all(line in out for line in plan.lines())
     assert {key: data[key] for key in plan.to_dict()} == plan.to_dict()
-    assert plan.placement is not None and plan.placement.places == 4  # two stages on each
+    assert plan.placement.places == 4  # two stages on each
     assert (plan.stages, plan.micro_batches, plan.sequences, plan.seq_length) == (8, 4, 1, 512)
     assert plan.about["model"] == "model" and plan.memory[0].fixed > 0
     simulated = figures(capsys, "simulate", "--plan", target, *shape)
@@ -211,7 +211,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan", "--model: missing"),
     ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
-    ("plan --model gpt3-13b --stages 1", "p3.16xlarge: memory_gb: got 16, must be at least"),
+    ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),
     ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
@@ -241,5 +241,6 @@ def test_analytic_memory_of_the_standard_shape():
         assert (first.received, last.received, first.sent, last.sent) == (0, 3 * 2 * 512, 3 * 2 * 512, 0)
         assert first.weight_gradients == 3 * 4 * 2 * 512 * (4 + 12 / tensor)  # inputs and output gradients of four matrices
     # ZeRO, section 3.1: 16 bytes per parameter, of which 12 are shared by the replicas
-    assert fixed_bytes(shape, (4, 2), 2)[0] == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
-    assert fixed_bytes(shape, (4, 2), 2, 4)[1] == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2
+    alone, shared = (analytic_memory(shape, (4, 2), 2, optimizer_shards=shards).stages for shards in (1, 4))
+    assert alone[0].fixed == 16 * (4 * 12 * 512**2 + 512 * 1000) / 2
+    assert shared[1].fixed == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2

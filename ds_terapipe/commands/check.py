@@ -57,18 +57,20 @@ def run(options: argparse.Namespace) -> None:
     # DeepSpeed comes with them, which takes seconds
     from ds_terapipe.commands.checking.planned import outcome_of
     from ds_terapipe.commands.checking.rank import Task
-    from ds_terapipe.commands.checking.ranks import check_launch
+    from ds_terapipe.commands.checking.ranks import check_launch, text_of
     from ds_terapipe.commands.checking.table import as_json, table
 
     cluster = load_cluster(options.cluster or CLUSTER)
     script = tuple(options.script) if options.script else _of_sizes(options)
+    own = _own_arguments(script)
+    takes_config = options.ds_config and not own.deepspeed_config and "add_config_arguments" in text_of(script[0])
     task = Task(
         0,
         options.world,
         min(options.world, cluster.devices_per_node),
-        _with_config(script, options.ds_config),
+        (*script, "--deepspeed_config", options.ds_config) if takes_config else script,
         options.ds_config,
-        options.seq_length or _seq_length(script),
+        options.seq_length or own.seq_length or None,
     )
     with progress("checking"):
         reports = check_launch(task)
@@ -93,22 +95,11 @@ def _of_sizes(options: argparse.Namespace) -> tuple[str, ...]:
     return (str(Path(__file__).parent / "checking" / "decoder.py"), path, *map(str, sizes))
 
 
-def _with_config(script: tuple[str, ...], path: str | None) -> tuple[str, ...]:
-    """Add the configuration to the arguments of a script that takes it there and was given none."""
-    if path is None or any(word.split("=")[0] == "--deepspeed_config" for word in script):
-        return script
-    try:
-        takes = "add_config_arguments" in Path(script[0]).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        takes = False
-    return (*script, "--deepspeed_config", path) if takes else script
-
-
-def _seq_length(script: tuple[str, ...]) -> int | None:
-    """The script's own argument for the length of sequences."""
-    for index, word in enumerate(script):
-        name, _, value = word.partition("=")
-        if name in ("--seq-length", "--seq_length"):
-            value = value or next(iter(script[index + 1 :]), "")
-            return int(value) if value.isdigit() and int(value) > 0 else None
-    return None
+def _own_arguments(script: tuple[str, ...]) -> argparse.Namespace:
+    """Return those of the script's arguments that a check knows."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--deepspeed_config", nargs="?")
+    parser.add_argument(
+        "--seq-length", "--seq_length", nargs="?", type=lambda text: int(text) if text.isdigit() else None
+    )
+    return parser.parse_known_args(script[1:])[0]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from dataclasses import replace
 from typing import Any
 
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.alternatives import alternatives_to, verdicts
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
-from ds_terapipe.commands.planning.frozen import add_frozen, plan_frozen
-from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, choose_plan
+from ds_terapipe.commands.planning.frozen import plan_frozen
+from ds_terapipe.commands.planning.inputs import Inputs, add_inputs, plan_if_fits
 from ds_terapipe.commands.planning.several import choose_placed, placed, read_placed, unplaced
 from ds_terapipe.commands.progress import progress
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.result import Plan, compact, seconds_text
-from ds_terapipe.plan.stages import describe, partition
 
 HELP = "choose the fastest slices and schedule for a model, a cluster and a batch"
 DESCRIPTION = (
@@ -39,25 +36,28 @@ _WORTH = 0.001  # a gain that is worth a line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     add_inputs(parser)
-    add_frozen(parser)
+    parser.add_argument(
+        "--frozen",
+        metavar="F,F",
+        help="print the shapes of an elastic_pipeline whose first F entries are frozen, in place of a plan. F counts entries of "
+        "the layer list, the embedding included. Each F has a table. --memory-gb limits the whole memory of a rank here",
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plan, as token_pipeline.plan_path reads it")
 
 
+@progress("planning")
 def run(options: argparse.Namespace) -> None:
     """Print the plan and advice; write it where asked. With ``--frozen`` print the shapes of an elastic pipeline instead."""
     if options.frozen is not None:
         plan_frozen(options)
         return
-    with progress("reading"):
-        inputs = read_placed(options)
-    with progress("planning"):
-        found = choose_placed(inputs, options.search)
+    inputs = read_placed(options)
+    found = choose_placed(inputs, options.search)
     if options.output:
         found.save(options.output)
-    with progress("comparing with other stages, micro-batches and parallelism"):
-        stage_lines, stages = _stage_advice(inputs, found)
-        batch_lines, batches = _batch_advice(inputs, found)
-        alternatives, why_not = alternatives_to(unplaced(inputs) or inputs)
+    stage_lines, stages = _stage_advice(inputs, found)
+    batch_lines, batches = _batch_advice(inputs, found)
+    alternatives, why_not = alternatives_to(unplaced(inputs) or inputs)
     said = verdicts(inputs, found.step_s, len(found.slices) > 1, alternatives, why_not)
     written = [f"written to {options.output}"] if options.output else []
     lines = [*inputs.lines, *found.lines(), *stage_lines, *batch_lines, *said, *written]
@@ -74,10 +74,13 @@ def run(options: argparse.Namespace) -> None:
 def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any] | None]:
     """Return the best boundaries between stages for the plan's slices, and their gain."""
     source, step_s = inputs.source, None
+    layers = source.layer_seconds(inputs.sequences, found.slices) if isinstance(source, Analytic) else None
+    if isinstance(source, Measured):  # no prediction: curves hold for the present stages
+        layers = source.measured.layers
+    if layers is None:
+        return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
+    present, best, advice = layers.present, layers.best, layers.advice(_WORTH)
     if isinstance(source, Analytic):
-        seconds = source.layer_seconds(inputs.sequences, found.slices)
-        present, best = describe(seconds, source.layers), partition(seconds, source.stages)
-        gain = 1 - best.slowest / present.slowest if present.slowest else 0.0
         other = placed(replace(inputs, source=source.with_layout(best.layers)), found.placement)
         step_s = found.step_s
         if other is not None:
@@ -85,22 +88,14 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
             step_s = times.seconds(found.runs, found.slices) + found.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (
-            ""
-            if gained < _WORTH
-            else (
-                f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
-                f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {gain:.1%} less"
-            )
+            f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "
+            f"{seconds_text(found.step_s)} ({gained:.1%} less), the slowest stage {layers.gain:.1%} less"
         )
-    elif isinstance(source, Measured) and source.measured.layers is not None:
-        layers = source.measured.layers  # no prediction: curves hold for the present stages
-        present, best, gain, advice = layers.present, layers.best, layers.gain, layers.advice(_WORTH)
-    else:
-        return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
+        advice = advice if gained >= _WORTH else ""
     return [f"stages: {advice or f'--stage-layers {present.text} is as good as any'}"], {
         "present": list(present.layers),
         "best": list(best.layers),
-        "slowest_stage_gain": gain,
+        "slowest_stage_gain": layers.gain,
         "predicted_step_s": step_s,
     }
 
@@ -113,13 +108,13 @@ def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str
         return [], []
     others = [size for size in sizes if size != inputs.sequences]
     kept = sorted(others, key=lambda size: (abs(size.bit_length() - inputs.sequences.bit_length()), size))[:_SIZES]
-    plans = []
+    plans = [found]
     for size in sorted(kept):
         request = replace(inputs.request, micro_batches=total // size, memory=inputs.source.memory(size))
         other = placed(replace(inputs, sequences=size, request=request, parts=None), request.placement)
-        with contextlib.suppress(ConfigError):  # it does not fit
-            plans += [] if other is None else [choose_plan(other)]
-    plans = sorted([*plans, found], key=lambda each: each.step_s)
+        plan = None if other is None else plan_if_fits(other)
+        plans += [] if plan is None else [plan]
+    plans.sort(key=lambda each: each.step_s)
     lines = [f"micro-batches for {total} sequences in a step, fastest first:"]
     for each in plans:
         mark = "  (the plan)" if each.sequences == found.sequences else ""

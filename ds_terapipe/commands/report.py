@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -14,6 +13,7 @@ import platform
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, NamedTuple
 
 import ds_terapipe.compat as compat
@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the report."""
-    with progress("looking"), _quiet() as said:
+    # DeepSpeed prints while it looks for compilers; that is kept aside
+    with progress("looking"), redirect_stdout(io.StringIO()) as said, redirect_stderr(said):
         removed = remove_stale() if options.remove_stale_locks else []
         data = {**collect(), "removed_locks": [lock.path for lock in removed]}
     data["messages"] = [line for line in said.getvalue().splitlines() if line.strip()]
@@ -78,7 +79,7 @@ def collect() -> dict[str, Any]:
     """Return all data of the report, in plain types."""
     versions = {"ds_terapipe": __version__, "python": platform.python_version()}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {
         "versions": versions,
@@ -177,11 +178,3 @@ def _left(data: dict[str, Any]) -> list[str]:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """DeepSpeed prints while it looks for compilers; that is kept aside."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        yield said

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ds_terapipe.commands.output import show, write_text, writing
-from ds_terapipe.commands.planning.alternatives import chunks_of, panel
+from ds_terapipe.commands.planning.alternatives import panel
 from ds_terapipe.commands.planning.compare import compare
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, add_inputs, choose_plan, shown_time
 from ds_terapipe.commands.planning.several import read_placed
@@ -18,6 +18,7 @@ from ds_terapipe.plan.result import Plan, compact, memory_lines, option_name
 from ds_terapipe.plan.stages import even
 from ds_terapipe.schedule import Panel, Schedule, timelines_svg
 from ds_terapipe.schedule.orders import INTERLEAVED
+from ds_terapipe.schedule.placement import row_word
 from ds_terapipe.tracing.chrome import events_of, write
 
 HELP = "time, draw and compare schedules"
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write the predicted run as a Chrome trace")
 
 
+@progress("simulating")
 def run(options: argparse.Namespace) -> None:
     """Print a step's time; draw it and write its trace on request."""
     given = None if options.plan is None else Plan.load(options.plan)
@@ -62,16 +64,13 @@ def run(options: argparse.Namespace) -> None:
     lengths = None if options.slices is None else slice_lengths(options.slices, options.seq_length)
     if lengths is not None and options.seq_length is None and len(lengths) > 1:
         options.seq_length = sum(lengths)
-    with progress("reading"):
-        inputs = read_placed(options, unit_costs=True, plan=given)
+    inputs = read_placed(options, unit_costs=True, plan=given)
     slices = given.slices if given else named_lengths(inputs, options.slices)
     if options.compare:
-        with progress("comparing"):
-            lines, data, panels = compare(inputs, slices, options.search)
+        lines, data, panels = compare(inputs, slices, options.search)
     else:
-        with progress("simulating"):
-            schedule, chosen = _chosen(inputs, options, given, slices)
-            lines, data, panels = _one(inputs, schedule, chosen, options.trace)
+        schedule, chosen = _chosen(inputs, options, given, slices)
+        lines, data, panels = _one(inputs, schedule, chosen, options.trace)
     if options.picture:
         write_text("--picture", options.picture, timelines_svg(panels))
         lines.append(f"drawn in {options.picture}")
@@ -133,10 +132,9 @@ def _chosen(
         return best.runs, best.slices
     if given is not None and options.schedule in (None, AUTO):
         return given.runs, slices
-    schedule, config = inputs.request.schedule, inputs.config
-    several = inputs.request.placement is not None and config is not None and config.stages_per_place > 1
-    default = INTERLEAVED.name if several else DEFAULT_SCHEDULE
-    return default if schedule == AUTO else schedule, slices
+    request = inputs.request
+    default = INTERLEAVED.name if request.placement.stages_per_place > 1 else DEFAULT_SCHEDULE
+    return default if request.schedule == AUTO else request.schedule, slices
 
 
 def _one(
@@ -145,7 +143,7 @@ def _one(
     """Return one schedule's printed lines, its figures, and its picture."""
     request = inputs.request
     found = request.times(inputs.cost).simulate(schedule, slices)
-    share = inputs.sequences / chunks_of(request.placement)
+    share = inputs.sequences / request.placement.stages_per_place
     memory = request.memory_of(schedule, slices)
     if trace is not None:
         about = {"schedule": str(schedule), "slices": list(slices), "costs": inputs.source.text}
@@ -176,7 +174,7 @@ def _one(
 
 
 def _lines(inputs: Inputs, data: dict[str, Any], memory: tuple[MemoryUse, ...]) -> list[str]:
-    shown, where = shown_time(inputs.units), "stage" if inputs.request.placement is None else "place"
+    shown, where = shown_time(inputs.units), row_word(inputs.request.placement)
     bubble = data["bubble"]
     parts = ", ".join(f"{name} {bubble[name]:.1%}" for name in ("fill", "imbalance", "messages"))
     after = f", {shown(data['overhead_s'])} of it after the last action" if data["overhead_s"] else ""

@@ -35,19 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--merged", metavar="FILE", help="write all events into one Chrome trace file")
 
 
+@progress("reading")
 def run(options: argparse.Namespace) -> None:
     """Print the summary; write the picture and the merged file where asked."""
-    with progress("reading"):
-        runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
-    with progress("summarising"):
-        lines = [line for _, events in runs for line in summarise(events)]
-    with progress("writing"):
-        if options.merged:
-            with writing("--merged", options.merged):
-                write(options.merged, [event for _, events in runs for event in events])
-        if options.picture:
-            panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
-            write_text("--picture", options.picture, timelines_svg(panels))
+    runs = [(name, _chosen(name, read(name), options.step)) for name in options.files]
+    lines = [line for _, events in runs for line in summarise(events)]
+    if options.merged:
+        with writing("--merged", options.merged):
+            write(options.merged, [event for _, events in runs for event in events])
+    if options.picture:
+        panels = [panel for name, events in runs for panel in panels_of(Path(name).stem, events)]
+        write_text("--picture", options.picture, timelines_svg(panels))
     show(options, as_table(lines), {"stages": [line._asdict() for line in lines]})
 
 

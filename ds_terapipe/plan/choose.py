@@ -17,7 +17,6 @@ from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.improve import improve, other_cuts, why_not
-from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Option, Plan, compact, option_name
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times
@@ -54,7 +53,7 @@ def choose(cost: Cost, request: Request) -> Plan:
             f"one that can be cut into slices of {request.least} to {request.max_slice} tokens, which is what was measured",
             "a measurement of this length, or a smaller granularity",
         )  # fmt: skip
-    schedules = names_on(request.where)[::-1] if request.schedule == "auto" else (request.schedule,)
+    schedules = names_on(request.placement)[::-1] if request.schedule == "auto" else (request.schedule,)
     timed: list[Candidate] = []
     best: Candidate | None = None
     for lengths in slicings:
@@ -107,11 +106,11 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
         lengths = even(total, count)
         if request.allows(lengths):
             yield lengths
-    table = slice_times(cost, request.where, cuts)
+    table = slice_times(cost, request.placement, cuts)
     found = even_cuts(table, max(_EVEN))
     if not found:  # the range that was measured has no cut on these quanta
         return
-    yield cuts.lengths(best_cut(table, (request.where.places - 1) / request.micro_batches).counts)
+    yield cuts.lengths(best_cut(table, (request.placement.places - 1) / request.micro_batches).counts)
     yield from (cuts.lengths(found[count]) for count in _EVEN if count in found)
 
 
@@ -130,11 +129,10 @@ def _plan(times: StepTimes, request: Request, best: Candidate, timed: Sequence[C
         order=best.order,
         slices=best.lengths,
         seq_length=request.seq_length,
-        stages=request.stages,
+        placement=request.placement,
         micro_batches=request.micro_batches,
         sequences=times.cost.sequences,
         weights_once=request.weights_once,
-        placement=unlike_plain(request.placement),
         step_s=simulation.makespan + request.overhead_s,
         overhead_s=request.overhead_s,
         bubble={"total": simulation.bubble, **simulation.bubble_shares},
@@ -156,6 +154,6 @@ def _too_large(request: Request, timed: Sequence[Candidate]) -> ConfigError:
     need = math.ceil(gigabytes(uses[fullest].total) * 1000) / 1000
     return ConfigError(
         f"{request.limit_name}: got {request.memory_gb:g}, must be at least {need:g}: that is what "
-        f"{row_word(request.where)} {fullest} takes with the thriftiest plan, {option_name(schedule, lengths)} "
+        f"{row_word(request.placement)} {fullest} takes with the thriftiest plan, {option_name(schedule, lengths)} "
         f"({compact(lengths)} tokens), use {need:g}, a smaller micro-batch or more stages"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_terapipe.plan.costs.cost import Cost, Tokens
-from ds_terapipe.plan.costs.layers import WORTH
 from ds_terapipe.plan.costs.memory import MemoryModel
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, seconds_text
+from ds_terapipe.plan.stages import WORTH
 from ds_terapipe.schedule import Placement
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
@@ -64,7 +64,7 @@ def advice_on_two_stages(cost: Cost, request: Request, plan: Plan) -> str:
         cost, request: of a plan with one stage on each place.
         plan: the plan.
     """
-    where, found = request.where, []
+    where, found = request.placement, []
     halves = all(stage.stop_layer - stage.first_layer > 1 for stage in where.stages)
     if request.schedule != "auto" or where.places == 1 or not where.is_plain or where.forward_only or not halves:
         return ""
@@ -73,7 +73,7 @@ def advice_on_two_stages(cost: Cost, request: Request, plan: Plan) -> str:
         (', "placement": "v"', Placement.v(where.places)),
     ):
         memory = None if request.memory is None else memory_of_parts(request.memory, placement)
-        there = replace(request, stages=len(placement.stages), placement=placement, memory=memory)
+        there = replace(request, stages=placement, memory=memory)
         times = there.times(Parts(cost, placement))
         if there.fits(ZERO_BUBBLE.name, plan.slices):
             found.append((times.seconds(ZERO_BUBBLE.name, plan.slices) + request.overhead_s, key))

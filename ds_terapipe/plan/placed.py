@@ -8,39 +8,35 @@ from ds_terapipe.json_files import Fields, is_count
 from ds_terapipe.schedule import Placement
 
 
-def unlike_plain(placement: Placement | None) -> Placement | None:
-    """The placement, None where it is stage s on place s and all stages go backward."""
-    if placement is None or (placement.is_plain and not placement.forward_only):
-        return None
-    return placement
-
-
-def placement_text(placement: Placement | None) -> str:
+def placement_text(placement: Placement) -> str:
     """Stages and places as a message names them: which is on which, and which go forward only, whatever their layers."""
-    placement = unlike_plain(placement)
-    if placement is None:
+    if placement.is_usual:
         return "stage s on place s"
     places = ", ".join(str(stage.place) for stage in placement.stages)
     return f"stages on places {places}" + (f", {placement.forward_only} forward only" if placement.forward_only else "")
 
 
-def placement_dict(placement: Placement) -> dict[str, Any]:
-    """Return a placement as a file holds it."""
+def placement_field(placement: Placement) -> dict[str, Any]:
+    """Return the field ``placement`` of a file, which has none for a usual one."""
+    if placement.is_usual:
+        return {}
     return {
-        "places": [stage.place for stage in placement.stages],
-        "boundaries": [placement.stages[0].first_layer, *(stage.stop_layer for stage in placement.stages)],
-        "forward_only": placement.forward_only,
+        "placement": {
+            "places": [stage.place for stage in placement.stages],
+            "boundaries": [placement.stages[0].first_layer, *(stage.stop_layer for stage in placement.stages)],
+            "forward_only": placement.forward_only,
+        }
     }
 
 
-def placement_from(fields: Fields, stages: int) -> Placement | None:
-    """Return the placement in the field ``placement``, None without one: the inverse of `placement_dict`.
+def placement_from(fields: Fields, stages: int) -> Placement:
+    """Return the placement of so many stages in a file: the inverse of `placement_field`.
 
     Raises ConfigError, one line with file, field and expectation.
     """
     found = fields.value("placement")
     if found is None:
-        return None
+        return Placement.plain(stages)
     rule, use = f"the places of {stages} stages, their boundaries and how many of them are forward_only", "a new file"
     if not isinstance(found, dict):
         raise fields.fail("placement", rule, use)

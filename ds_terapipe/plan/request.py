@@ -9,7 +9,7 @@ from typing import Any
 from ds_terapipe.plan.costs.cost import Cost
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel, MemoryUse, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
-from ds_terapipe.schedule import Placement, Schedule
+from ds_terapipe.schedule import Placement, Schedule, as_placement
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Request:
 
     Attributes:
         seq_length: tokens of a sequence.
-        stages: pipeline stages.
+        stages: the placement of the stages, or how many there are, each on a place of its own.
         micro_batches: in a step.
         schedule: ``auto``, or the only one that may be used.
         granularity: unequal slices are multiples of so many tokens, and the last one takes the remainder; equal lengths are
@@ -29,14 +29,13 @@ class Request:
         memory_gb: memory limit of each stage in 1e9 bytes; None: no limit.
         limit_name: name of that limit in errors.
         weights_once: weight gradients are made once per micro-batch where it is cut.
-        placement: of the stages; None: one on each place.
         overhead_s: seconds of a step after its last action: gradient reduction, optimiser.
         about: origin of the costs.
         search_s: seconds of the search for a better order, if the schedule is ``auto``, where it may save something; 0: none.
     """
 
     seq_length: int
-    stages: int
+    stages: int | Placement
     micro_batches: int
     schedule: str = "auto"
     granularity: int = 8
@@ -46,7 +45,6 @@ class Request:
     memory_gb: float | None = None
     limit_name: str = "memory_gb"
     weights_once: bool = False
-    placement: Placement | None = None
     overhead_s: float = 0.0
     about: Mapping[str, Any] = field(default_factory=dict)
     search_s: float = 0.0
@@ -56,13 +54,13 @@ class Request:
         return min(lengths) >= self.least and (self.max_slice is None or max(lengths) <= self.max_slice)
 
     @property
-    def where(self) -> Placement:
+    def placement(self) -> Placement:
         """The stages on their places."""
-        return Placement.plain(self.stages) if self.placement is None else self.placement
+        return as_placement(self.stages)
 
     def times(self, cost: Cost) -> StepTimes:
         """Return the step times with these costs."""
-        return StepTimes(cost, self.where, self.micro_batches, self.weights_once)
+        return StepTimes(cost, self.placement, self.micro_batches, self.weights_once)
 
     def memory_of(self, schedule: str | Schedule, lengths: Sequence[int]) -> tuple[MemoryUse, ...]:
         """Return the peak of each place with these slices; empty where memory is not known."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.json_files import Fields, read_json, write_json
 from ds_terapipe.plan.costs.memory import MemoryUse, as_dict, gigabytes, memory_use_from
-from ds_terapipe.plan.placed import placement_dict, placement_from
+from ds_terapipe.plan.placed import placement_field, placement_from
 from ds_terapipe.schedule import NAMES, SEARCHED, Placement, Schedule, check_text, choices, given
 from ds_terapipe.schedule.placement import row_word
 
@@ -41,7 +41,8 @@ class Plan:
     Attributes:
         schedule: name of a schedule, or ``searched``.
         slices: tokens of each slice; they add up to ``seq_length``.
-        stages, micro_batches, sequences: sizes that it was made for; ``sequences`` of a micro-batch.
+        placement: of the stages.
+        micro_batches, sequences: sizes that it was made for; ``sequences`` of a micro-batch.
         weights_once: weight gradients are made once per micro-batch.
         step_s: predicted seconds of a step, including ``overhead_s``, the part after its last action.
         bubble: share of the stages' time in which they compute nothing: ``total``, and its parts ``fill``, ``imbalance`` and
@@ -50,7 +51,6 @@ class Plan:
         memory_limit: bytes that each stage may take, None where there is no limit.
         options: the best of each schedule and number of slices, fastest first.
         about: origin of the costs, for readers of the file.
-        placement: of the stages; None: stage s on place s, and all go backward.
         order: of a searched schedule, a line for each place.
         note: why no order was searched; empty where one was, or none was asked for.
     """
@@ -58,7 +58,7 @@ class Plan:
     schedule: str
     slices: tuple[int, ...]
     seq_length: int
-    stages: int
+    placement: Placement
     micro_batches: int
     sequences: int
     weights_once: bool
@@ -69,9 +69,13 @@ class Plan:
     memory_limit: float | None = None
     options: tuple[Option, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
-    placement: Placement | None = None
     order: tuple[str, ...] | None = None
     note: str = ""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.placement.stages)
 
     @property
     def runs(self) -> str | Schedule:
@@ -118,7 +122,7 @@ class Plan:
 
     def _said(self) -> tuple[str, str, str]:
         """The choice, its pipeline, and the time of a step."""
-        on = "" if self.placement is None or self.placement.is_plain else f" on {self.placement.places} places"
+        on = "" if self.placement.is_plain else f" on {self.placement.places} places"
         parts = ", ".join(f"{name} {self.bubble[name]:.1%}" for name in _BUBBLE[1:])
         bubble = f"bubble {self.bubble['total']:.1%} ({parts})"
         return (
@@ -133,7 +137,7 @@ class Plan:
 
     @property
     def _row_word(self) -> str:
-        return "stage" if self.placement is None else row_word(self.placement)
+        return row_word(self.placement)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's content; ``--json`` prints the same keys."""
@@ -158,7 +162,7 @@ class Plan:
             ],
             "about": dict(self.about),
             **({"note": self.note} if self.note else {}),
-            **({} if self.placement is None else {"placement": placement_dict(self.placement)}),
+            **placement_field(self.placement),
         }
 
     def save(self, path: str | Path) -> None:
@@ -184,20 +188,18 @@ class Plan:
             raise fields.fail(
                 "slices", f"lengths that add up to seq_length, {seq_length}, not {sum(slices)}", "another"
             )
-        stages, limit = fields.count("stages"), fields.value("memory_limit_bytes")
-        placement, uses = placement_from(fields, stages), fields.blocks("memory_bytes", least=0)
-        places = stages if placement is None else placement.places
-        if uses and len(uses) != places:
-            word = "stages" if placement is None else "places"
-            raise fields.fail("memory_bytes", f"one block for each of the {places} {word}", "a new plan")
+        placement, limit = placement_from(fields, fields.count("stages")), fields.value("memory_limit_bytes")
+        uses = fields.blocks("memory_bytes", least=0)
+        if uses and len(uses) != placement.places:
+            rule = f"one block for each of the {placement.places} {row_word(placement)}s"
+            raise fields.fail("memory_bytes", rule, "a new plan")
         micro_batches, schedule = fields.count("micro_batches"), fields.one_of("schedule", (*choices(), SEARCHED))
-        where = Placement.plain(stages) if placement is None else placement
         return cls(
             schedule=schedule,
-            order=_order(fields, where, [len(slices)] * micro_batches) if schedule == SEARCHED else None,
+            order=_order(fields, placement, [len(slices)] * micro_batches) if schedule == SEARCHED else None,
             slices=slices,
             seq_length=seq_length,
-            stages=stages,
+            placement=placement,
             micro_batches=micro_batches,
             sequences=fields.count("sequences"),
             weights_once=fields.flag("weights_once"),
@@ -208,7 +210,6 @@ class Plan:
             memory_limit=None if limit is None else fields.number("memory_limit_bytes"),
             options=tuple(_option(block, seq_length) for block in fields.blocks("options", least=0)),
             about=fields.block("about"),
-            placement=placement,
             note=fields.text("note", ""),
         )
 

@@ -92,9 +92,19 @@ class Placement:
         return len(self._on)
 
     @property
+    def stages_per_place(self) -> int:
+        """Number of stages on each place, where all have as many."""
+        return len(self.stages) // self.places
+
+    @property
     def is_plain(self) -> bool:
         """Whether stage s is on place s."""
         return all(stage.place == number for number, stage in enumerate(self.stages))
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether stage s is on place s, and all stages go backward."""
+        return self.is_plain and not self.forward_only
 
     @property
     def first_place(self) -> int:

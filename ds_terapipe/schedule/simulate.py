@@ -47,20 +47,14 @@ class Simulation(NamedTuple):
     @property
     def bubble(self) -> float:
         """Share of all places' time in which they compute nothing, 0 to 1."""
-        return self._share(sum(place.idle for place in self.places))
+        return sum(self.bubble_shares.values())
 
     @property
     def bubble_shares(self) -> dict[str, float]:
         """The bubble in its parts, ``fill``, ``imbalance`` and ``messages``, as shares of all places' time."""
-        return {
-            "fill": self._share(sum(place.fill for place in self.places)),
-            "imbalance": self._share(sum(place.imbalance for place in self.places)),
-            "messages": self._share(sum(place.messages for place in self.places)),
-        }
-
-    def _share(self, seconds: float) -> float:
-        whole = len(self.places) * self.makespan
-        return seconds / whole if whole else 0.0
+        whole = len(self.places) * self.makespan or 1.0
+        parts = ("fill", "imbalance", "messages")
+        return {name: sum(getattr(place, name) for place in self.places) / whole for name in parts}
 
 
 def simulate(

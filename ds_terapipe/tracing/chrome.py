@@ -115,11 +115,11 @@ def read(path: str | Path) -> list[Event]:
     if not isinstance(events, list):
         raise fields.fail("traceEvents", "a list of events", "a file of token_pipeline.trace_path")
     Fields(fields.block("otherData", {}), fields.path("otherData")).one_of("format", (FORMAT,))
-    return [_event(path, index, raw) for index, raw in enumerate(events) if _is_complete(raw)]
-
-
-def _is_complete(raw: Any) -> bool:
-    return not isinstance(raw, dict) or raw.get("ph") != "M"
+    return [
+        _event(path, index, raw)
+        for index, raw in enumerate(events)
+        if not (isinstance(raw, dict) and raw.get("ph") == "M")  # metadata
+    ]
 
 
 def _event(path: str | Path, index: int, raw: Any) -> Event:

@@ -68,15 +68,9 @@ class Case(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def placed(name: str, places: int) -> Placement:
-    """One stage on each place, or two in one of the placements of ``token_pipeline.placement``."""
-    back = [*range(places), *reversed(range(places))]
-    return Placement.of(back) if name == "v" else Placement.interleaved(places, 1 + (name == "interleaved"))
-
-
 def times_of(case: Case, places: int, sequences: int) -> StepTimes:
     """Simulated times of a case's placement."""
-    placement = placed(case.placement, places)
+    placement = Placement.named(case.placement, places, 1 if case.placement == "plain" else 2)
     stages = len(placement.stages)
     cost = SleepCost([places / stages] * stages, weights=PER_TOKEN)
     return StepTimes(cost, placement, sequences, weights_once=True)
@@ -190,9 +184,7 @@ def cases_for(processes: int, sequences: int, tokens: int, slices: int) -> list[
     for placement, schedules in ORDERS.items():
         cases += [Case(placement, schedule, equal) for schedule in schedules]
         times = times_of(cases[-1], processes, sequences)
-        request = Request(
-            tokens, times.stages, sequences, granularity=1, min_length=SHORTEST, weights_once=True, placement=times.placement
-        )  # fmt: skip
+        request = Request(tokens, times.placement, sequences, granularity=1, min_length=SHORTEST, weights_once=True)
         plan = choose(times.cost, request)
         cases.append(Case(placement, plan.schedule, tuple(plan.slices)))
     return list(dict.fromkeys(cases))

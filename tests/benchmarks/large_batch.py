@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_terapipe.commands.prepare_data import find_files
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Lines
 from tests.benchmarks.models import decay_groups
@@ -64,11 +65,8 @@ class Corpus(NamedTuple):
 def load_corpus() -> Corpus:
     """The running Python's standard library, split by file name."""
     top, parts, digest = Path(sysconfig.get_paths()["stdlib"]), ([], []), hashlib.sha256()
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    for path in sorted(top.rglob("*.py")):
+    for path in find_files(None, None):
         name = path.relative_to(top)
-        if skipped.intersection(name.parts):
-            continue
         content = path.read_bytes()
         digest.update(content)
         number = int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:4], "big")

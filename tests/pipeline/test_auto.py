@@ -76,8 +76,8 @@ def given(folder: str) -> dict[str, Any]:
     """Run plans that no trial and no planner would make: from plan_path, and from a checkpoint."""
     folded = search([Problem(Placement.v(2), [2, 2], lambda action: 1.0)], seconds=0.001)
     if torch.distributed.get_rank() == 0 and folded:
-        for name, placement, lines in (("plan", None, ORDER), ("folded", Placement.v(2), text_of(folded.grid))):
-            request = Request(SEQUENCE, 2 if placement is None else 4, MICRO_BATCHES, placement=placement)
+        for name, placement, lines in (("plan", Placement.plain(2), ORDER), ("folded", Placement.v(2), text_of(folded.grid))):
+            request = Request(SEQUENCE, placement, MICRO_BATCHES)
             plan = plan_of(ExampleCost([1.0] * 4, sequences=BATCH), request, "1f1b", GIVEN)
             dataclasses.replace(plan, schedule=SEARCHED, order=lines).save(f"{folder}/{name}.json")
     torch.distributed.barrier()

@@ -3,21 +3,22 @@
 import dataclasses
 from functools import cache
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
 from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.auto import PATIENCE, AutoSlices
-from ds_terapipe.pipeline.autotune.planner import RIVALS
+from ds_terapipe.pipeline.autotune.planner import RIVALS, Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, StepTime, planned_steps
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, planned_steps
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
 from ds_terapipe.plan.evaluate import StepTimes
 from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, events_of
 from tests.plan.costs import ExampleCost
 
@@ -52,8 +53,8 @@ class Run:
         self.meter = meter or metered()
         config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
-        about = RunInfo(STAGES, 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
-        self.auto = AutoSlices(config, about, lambda decide: decide(), self.meter, self.lines.append)
+        about = RunInfo(Placement.plain(STAGES), 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
+        self.auto = AutoSlices(Planner(config, about, lambda decide: decide(), self.meter, self.lines.append))
 
     def step(self, lengths: Any, slow: Any = lambda slices: 1.0, elsewhere: Any = ()) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
@@ -84,6 +85,11 @@ class Run:
     def planned(self) -> list[int]:
         return [plan["seq_length"] for plan in self.plans]
 
+    @property
+    def counted(self) -> int:
+        """How many steps had their memory counted."""
+        return self.meter.watch.mock_calls.count(call(True))
+
     def said(self, words: str) -> list[str]:
         return [line for line in self.lines if words in line]
 
@@ -106,7 +112,7 @@ def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
     assert [len(slices) for slices in run.measure([1024])] == [TRIALS[0], *TRIALS * ROUNDS]
     assert TIMES.seconds("1f1b", run.step([1024])) <= min(EQUAL.values()) * (1 + 1e-9)
     run.step([1024] * 4)  # another number of micro-batches is planned from what is known
-    assert len(run.plans) == 2 and run.meter.begin.call_count == 1
+    assert len(run.plans) == 2 and run.counted == 1
     # without weight gradients zero_bubble is 1f1b by another name, and so no rival and no runner-up
     (alone, plan), (first, second, *_) = map(Plan.from_dict, run.plans), EQUAL
     assert all(option.slices != alone.slices or option.step_s > alone.step_s for option in alone.losing)
@@ -123,21 +129,21 @@ def test_lengths_that_alternate_are_both_planned_in_the_end(lengths):
         for length in lengths:
             run.step([length])
     run.step([512])
-    assert sorted(run.planned) == [512, 1024] and run.meter.begin.call_count <= 2
+    assert sorted(run.planned) == [512, 1024] and run.counted <= 2
 
 
 def test_a_measurement_is_given_up_where_its_length_does_not_come_again():
     run = Run()
     run.steps(3, [1024])
     run.steps(PATIENCE, [512])
-    assert run.meter.begin.call_count == 1
+    assert run.counted == 1
     run.steps(MEASURING + 1, [512])
-    assert run.planned == [512] and run.meter.begin.call_count == 2
+    assert run.planned == [512] and run.counted == 2
 
 
 def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_when_there_is_one():
     run = Run()
-    assert len(run.step([1024, 512])) == 8 and run.meter.begin.call_count == 0
+    assert len(run.step([1024, 512])) == 8 and run.counted == 0
     run.steps(MEASURING, [1024, 1024])
     assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
 
@@ -158,7 +164,7 @@ def test_what_trials_really_took_says_which_are_left_out(limit, runs):
     assert set(tried) == runs and all(max(takes(n)) <= limit for n in runs)
     # one measurement makes careful
     assert all(max(takes(n)) > limit for n in TRIALS if n < min(runs)) or limit == 5000.0
-    assert run.meter.note_peak.call_count == len(tried)
+    assert run.meter.watch.call_count == len(tried)
 
 
 def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
@@ -176,7 +182,7 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
         for short, long in ((512, 1024), (1024, 1024)):
             here.step([short], elsewhere=[long])
             there.step([long], elsewhere=[short])
-            assert here.planned == there.planned and here.meter.begin.call_count == there.meter.begin.call_count
+            assert here.planned == there.planned and here.counted == there.counted
     assert here.planned == [1024]
 
 
@@ -194,13 +200,13 @@ WINNERS = [
 def test_a_rival_wins_by_the_median_turn_and_by_the_fastest_step(plan_s, rival_s, winner):
     """Steps take these seconds, the last for all further ones."""
     left = {"1f1b": list(plan_s), "terapipe": list(rival_s)}
-    plan = Plan("1f1b", (8,), 8, STAGES, 1, 1, False, step_s=1.0)
+    plan = Plan("1f1b", (8,), 8, Placement.plain(STAGES), 1, 1, False, step_s=1.0)
     rivals = [dataclasses.replace(plan, schedule="terapipe")] if rival_s else []
     steps = planned_steps(plan, Mock(agree=lambda decide: decide()), rivals)
     turn = next(steps)
     while turn.slices.timed:
         own = left[turn.slices.schedule]
-        turn = steps.send(StepTime((), own.pop(0) if len(own) > 1 else own[0]))
+        turn = steps.send(((), own.pop(0) if len(own) > 1 else own[0]))
     assert turn.plan is not None and turn.plan.schedule == turn.slices.schedule == winner
     assert turn.plan.step_s == (1.0 if winner == "1f1b" else min(rival_s))
 
@@ -262,11 +268,11 @@ def test_measurements_are_used_again_in_the_same_run_only(path):
     measured(path)
     again, other = Run(measurements_path=path), Run(measurements_path=path, device="another")
     again.step([1024] * 8)
-    assert again.planned == [1024] and again.meter.begin.call_count == 0
+    assert again.planned == [1024] and again.counted == 0
     said = f'plan: {path} was measured on another run: device "this one", here "another": measured again'
     assert other.lines == [said]
     other.step([1024] * 8)
-    assert other.planned == [] and other.meter.begin.call_count == 1
+    assert other.planned == [] and other.counted == 1
 
 
 # what was free when it was measured is a limit for each run that uses the measurements, and memory_gb wins; a limit that was

@@ -1,7 +1,6 @@
 """Costs and memory by arithmetic: formulas, fits to times and peaks, and the files of a model and a cluster."""
 
 import dataclasses
-import json
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from ds_terapipe.plan.costs.memory import MemoryModel, Peaks, StageMemory, calib
 from ds_terapipe.plan.parts import memory_of_parts
 from ds_terapipe.schedule import NAMES, Placement
 from tests.schedule import strategies
+from tests.test_cli_plan import written
 
 V100 = CLUSTERS["p3.16xlarge"]
 GPT = MODELS["gpt3-175b"]
@@ -83,17 +83,11 @@ CLUSTER = {
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 
 
-def file_of(tmp_path, data):
-    path = tmp_path / "given.json"
-    path.write_text(data if isinstance(data, str) else json.dumps(data))
-    return str(path)
-
-
 def test_files_are_read(tmp_path):
-    cluster = load_cluster(file_of(tmp_path, {**CLUSTER, "rates": {"launch_s": 2e-4}}))
+    cluster = load_cluster(written(tmp_path / "given.json", {**CLUSTER, "rates": {"launch_s": 2e-4}}))
     assert isinstance(cluster, Cluster) and cluster.name == "given"
     assert cluster.rates.launch_s == 2e-4 and cluster.rates.flops == pytest.approx(0.6 * 312e12)
-    assert load_model(file_of(tmp_path, {**MODEL, "name": "tiny"})) == Model("tiny", 4, 64, 4)
+    assert load_model(written(tmp_path / "given.json", {**MODEL, "name": "tiny"})) == Model("tiny", 4, 64, 4)
     assert load_model("gpt3-44b").hidden_size == 6144 and load_cluster("p3.16xlarge").memory_gb == 16
     assert dataclasses.replace(V100, rates_known={"flops": 1e12}).rates == dataclasses.replace(V100.rates, flops=1e12)
 
@@ -109,11 +103,11 @@ def test_files_are_read(tmp_path):
     (load_cluster, None, "cannot be read", "p3.16xlarge"),
 ])  # fmt: skip
 def test_bad_files_are_one_line_with_file_field_and_rule(tmp_path, load, data, field, rule):
-    path = str(tmp_path / "none.json") if data is None else file_of(tmp_path, data)
+    path = tmp_path / "none.json" if data is None else written(tmp_path / "given.json", data)
     with pytest.raises(ConfigError) as error:
         load(path)
     message = str(error.value)
-    assert message.startswith(f"{path}: {field}" if field else path) and rule in message and "\n" not in message
+    assert message.startswith(f"{path}: {field}") and rule in message and "\n" not in message
 
 
 stage_memories = st.builds(StageMemory, *[st.integers(0, 9).map(float)] * 13)

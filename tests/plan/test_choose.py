@@ -99,7 +99,7 @@ def test_a_search_is_left_out_where_it_saves_nothing(placement, micro_batches, l
 ])  # fmt: skip
 def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, factors, micro_batches, weights, schedule):
     cost, search_s = ExampleCost(factors, 1e-3, 1e-3, 1e-4, weights), float(where is not None)
-    plan = choose(cost, Request(48, 4, micro_batches, weights_once=weights > 0, placement=where, search_s=search_s))
+    plan = choose(cost, Request(48, where or 4, micro_batches, weights_once=weights > 0, search_s=search_s))
     assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
 
 
@@ -236,7 +236,7 @@ def test_a_broken_plan_is_one_line_with_file_and_field(plan, tmp_path, change, s
     assert str(raised.value).startswith(f"{path}: ") and "\n" not in str(raised.value)
 
 
-DIVIDED = Placement.of([0, 0, 1], [0, 2, 4, 8], 1)
+DIVIDED, PLAIN = Placement.of([0, 0, 1], [0, 2, 4, 8], 1), Placement.plain(3)
 FACTORS = (3.0, 1.5, 2.0)
 OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 
@@ -247,7 +247,7 @@ OPTIONS = {"attention": 1e-7, "link": 1e-6, "weights": 1e-5}
 ])  # fmt: skip
 def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, micro_batches, room, use):
     cost, memory = ExampleCost((1.0,) * 4, **OPTIONS), MemoryModel((StageMemory(activations=1.0, received=30.0),) * 4)
-    request = Request(256, 4, micro_batches, placement=Placement.plain(4, boundaries), memory=memory, memory_gb=room)
+    request = Request(256, Placement.plain(4, boundaries), micro_batches, memory=memory, memory_gb=room)
     plan = choose(cost, request)
     found = advice_on_two_stages(cost, request, plan)
     assert use in found and bool(use) == bool(found), (found, max(use.total for use in plan.memory))
@@ -257,7 +257,7 @@ def test_two_stages_on_a_place_are_advised_where_they_pay_and_fit(boundaries, mi
 
 def placed(placement=DIVIDED):
     memory = MemoryModel((StageMemory(activations=1.0),) * 3)
-    return choose(ExampleCost(FACTORS, **OPTIONS), Request(256, 3, 2, placement=placement, memory=memory, memory_gb=1))
+    return choose(ExampleCost(FACTORS, **OPTIONS), Request(256, placement, 2, memory=memory, memory_gb=1))
 
 
 def test_a_plan_says_where_its_stages_are(tmp_path):
@@ -267,15 +267,15 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
     text = "\n".join(made.lines())
     assert "for 3 stages on 2 places, 2 micro-batches" in text and "memory of place 0, the fullest" in text
     assert [use["place"] for use in made.to_dict()["memory_bytes"]] == [0, 1]
-    assert "placement" not in placed(None).to_dict() and "for 3 stages, 2 micro" in "\n".join(placed(None).lines())
+    assert "placement" not in placed(PLAIN).to_dict() and "for 3 stages, 2 micro" in "\n".join(placed(PLAIN).lines())
 
 
 @pytest.mark.parametrize(("theirs", "ours", "alike"), [
-    (DIVIDED, DIVIDED, True), (None, DIVIDED, False), (DIVIDED, Placement.of([0, 0, 1], None, 2), False),
+    (DIVIDED, DIVIDED, True), (PLAIN, DIVIDED, False), (DIVIDED, Placement.of([0, 0, 1], None, 2), False),
     (DIVIDED, Placement.of([0, 0, 1], [0, 1, 4, 8], 1), True),  # a plan is of places, whatever their layers
 ])  # fmt: skip
 def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
-    found = mismatch(placed(theirs), RunInfo(3, 1, 2, False, False, placement=ours), "auto", None)
+    found = mismatch(placed(theirs), RunInfo(ours, 1, 2, False, False), "auto", None)
     assert (found is None) == alike
     if found is not None:
         assert found[:2] == (placement_text(theirs), f"this run's {placement_text(ours)}")

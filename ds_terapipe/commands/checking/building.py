@@ -72,10 +72,6 @@ def stopping(config_path: str | None) -> Iterator[None]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             _build(self, super().__init__, args, kwargs, TokenPipelineConfig(slices=1), cut=False)
 
-        def makes_weight_gradients_once(self) -> bool:
-            """Answer as an engine of this package."""
-            return False
-
         def __del__(self) -> None:
             pass
 

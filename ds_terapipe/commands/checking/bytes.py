@@ -6,17 +6,17 @@ tensors and one that trains alike. For an engine that fake tensors cannot build 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ds_terapipe.deepspeed_state import flat_gradients
 from ds_terapipe.pipeline.storages import storage_bytes
 from ds_terapipe.plan.costs.analytic_memory import GRADIENT, OPTIMIZER, WEIGHT
 
-_DEPTH = 6  # of containers within an optimiser's attributes
 _MOMENTS = {"sgd": 0, "lion": 1, "adagrad": 1}
 _FULL = 4  # bytes of a 32-bit number
 
@@ -37,7 +37,7 @@ def kept_by(engine: Any) -> Kept:
     """
     module = engine.module
     weights = storage_bytes([*module.parameters(), *module.buffers()])
-    inside = list(_tensors_in(engine.optimizer))
+    inside = [] if engine.optimizer is None else list(_tensors_in(engine.optimizer))
     known = storage_bytes(inside)
     flat = flat_gradients(engine.optimizer)
     if flat:  # BF16_Optimizer: sums in fp32, the 16-bit gradients of a pass are dropped
@@ -92,24 +92,10 @@ def two_moments(optimizer: Any, *args: Any, **kwargs: Any) -> None:
                     optimizer.state[parameter][name] = torch.zeros_like(parameter, dtype=torch.float32)
 
 
-def _tensors_in(value: Any, depth: int = _DEPTH, seen: set[int] | None = None) -> Iterator[Tensor]:
+def _tensors_in(optimizer: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield the tensors of an optimiser: its groups, its state, and those of the optimiser that it wraps."""
-    seen = set() if seen is None else seen
-    if depth == 0 or id(value) in seen:
-        return
-    if isinstance(value, Tensor):
-        seen.add(id(value))
-        yield value
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set)):
-        parts = value
-    elif hasattr(value, "param_groups"):
-        parts = vars(value).values()
-    else:
-        return
-    seen.add(id(value))
-    for part in parts:
-        yield from _tensors_in(part, depth - 1, seen)
+    for leaf in tree_leaves(vars(optimizer)):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif hasattr(leaf, "param_groups") and id(leaf) not in seen:
+            yield from _tensors_in(leaf, seen | {id(leaf)})

@@ -13,6 +13,7 @@ from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import StageRun
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.autotune.slice_plan import configured_slices
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.placing import parts_of
 from ds_terapipe.pipeline.token_shares import shares_of
@@ -42,8 +43,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         try:
             sample = sample_of(engine, length, task.before, mode, multiple)
             length = sample.length
-            one = engine.num_stages == 1 and built.settings.slices == "auto"
-            cut = built.cut and cuts(built.settings.slices) and not one
+            cut = built.cut and cuts(configured_slices(built.settings, engine.num_stages))
             counted = StageRun(engine, built.settings, task.before, sample, mode).count(cut)
         except NoSample as problem:
             notes.append(f"activations: {problem}")
@@ -60,7 +60,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
         settings=built.settings.model_dump(), cut=built.cut,
-        weights_once=engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
+        weights_once=built.cut and engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
         ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
         multiple=multiple,

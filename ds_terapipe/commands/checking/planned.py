@@ -9,20 +9,17 @@ from dataclasses import dataclass, replace
 from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.commands.checking.stage import SCHEDULE, counted_micro_batches
 from ds_terapipe.commands.planning.cost_sources import Analytic
-from ds_terapipe.commands.planning.inputs import AUTO
 from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import named
-from ds_terapipe.pipeline.autotune.run_info import RunInfo, check_plan
+from ds_terapipe.pipeline.autotune.run_info import RunInfo, given_plan
+from ds_terapipe.pipeline.autotune.slice_plan import configured_slices, named_schedule
 from ds_terapipe.pipeline.placing import placement_of_parts
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.hardware import Cluster
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
-from ds_terapipe.plan.placed import unlike_plain
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, compact
-from ds_terapipe.schedule import Placement
 
 _LAYERS = ("GPTLayer", "Decoder")  # of the models whose sizes are known
 
@@ -57,16 +54,15 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     settings = TokenPipelineConfig(**first.settings)
     if first.length is None:
         return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
-    model, slices = memory_model(reports), settings.slices
-    schedule, plan = SCHEDULE if settings.schedule == AUTO else settings.schedule, None
-    if slices == AUTO and first.stages == 1 and settings.plan_path is None:
-        slices = 1
+    model, slices = memory_model(reports), configured_slices(settings, first.stages)
+    schedule, plan = named_schedule(settings), None
     lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices, first.multiple)
     if not isinstance(slices, str):
         given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"
         lines = [f"plan: {given}"]
     elif settings.plan_path is not None:
-        plan = _of_file(settings.plan_path, settings, first, where)
+        run = RunInfo(where, first.sequences, first.micro_batches, first.weights_once, False)
+        plan = given_plan(settings, run)
         lines = [f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {settings.plan_path}"]
     elif first.sizes is None:
         lines = ["plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"]
@@ -97,10 +93,8 @@ def memory_model(reports: Sequence[Report]) -> MemoryModel:
     peaks = [Peaks(lengths, tuple(step[lengths] for step in steps)) for lengths in shared]
     micro_batches = counted_micro_batches(reports[0].micro_batches)
     known = calibrated(alone, peaks, SCHEDULE, micro_batches, any(each is not None and each.defers for each in counted))
-    beyond = ((stage.working, stage.joined) for stage in known.stages)
-    return replace(
-        model, stages=tuple(replace(s, working=w, joined=j) for s, (w, j) in zip(stages, beyond, strict=True))
-    )
+    both = zip(stages, known.stages, strict=True)
+    return replace(model, stages=tuple(replace(s, working=k.working, joined=k.joined) for s, k in both))
 
 
 def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
@@ -111,17 +105,6 @@ def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
     report = reports[stage]
     layers = [sum(name in _LAYERS for name in each.layers) for each in reports]
     return analytic_memory(sizes, layers, report.tensor, report.sequences).stages[stage]
-
-
-def _of_file(path: str, settings: TokenPipelineConfig, first: Report, where: Placement) -> Plan:
-    """Return the plan of a file, which must be for this launch."""
-    run = RunInfo(
-        first.stages, first.sequences, first.micro_batches, first.weights_once, False, placement=unlike_plain(where)
-    )
-    with named("token_pipeline.plan_path"):
-        plan = Plan.load(path)
-    check_plan(plan, run, settings.schedule, settings.memory_gb, path)
-    return plan
 
 
 def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster) -> Plan:

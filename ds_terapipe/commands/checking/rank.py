@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.hardware import Model
 
 if TYPE_CHECKING:  # they import torch
@@ -92,11 +91,6 @@ class Report:
     multiple: int = 1
     signatures: tuple[Signature, ...] = ()
 
-    @property
-    def after(self) -> Boundary | None:
-        """Boundary to the next stage."""
-        return None if self.counted is None else self.counted.after
-
 
 class ScriptEnded(Exception):
     """The script ended without an engine; the text is its last word."""
@@ -132,7 +126,3 @@ def _run(script: Sequence[str]) -> None:
     except SystemExit as problem:
         if problem.code not in (0, None):
             raise ScriptEnded(problem.code if isinstance(problem.code, str) else "") from problem
-    except OSError as problem:
-        if problem.filename == script[0]:
-            raise ConfigError(f"check: got {script[0]}, must be a script that can be read, use its path") from problem
-        raise

@@ -42,36 +42,37 @@ def check_launch(task: Task) -> list[Report]:
     task = replace(task, length=task.length or first.length)
     reports, known = [first], dict[tuple[Signature, Boundary | None], Report]()
     for stage in range(1, first.stages):
-        before = reports[-1].after
+        before = reports[-1].counted and reports[-1].counted.after
         key = first.signatures[stage], before
         if key not in known:
             known[key] = _checked(context, replace(task, rank=first.ranks[stage], before=before))
-        reports.append(_as_stage(known[key], stage, first))
+        found = known[key]
+        part = found.part._replace(place=stage, first_layer=first.parts[stage])
+        reports.append(replace(found, stage=stage, part=part))
     if first.tensor > 1:
         other = _checked(context, replace(task, rank=first.last_shard))
         reports[0] = max(reports[0], other, key=lambda report: report.kept.weights + report.kept.optimizer)
     return reports
 
 
-def _as_stage(report: Report, stage: int, first: Report) -> Report:
-    part = report.part._replace(place=stage, first_layer=first.parts[stage])
-    return replace(report, stage=stage, part=part)
-
-
 def _forkserver(script: str) -> Any:
     """Return the context of a clean process that has imported what all ranks need, and forks one for each."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    try:
-        text = Path(script).read_text(encoding="utf-8", errors="replace")
-    except OSError as problem:
-        raise ConfigError(
-            f"{script}: cannot be read ({problem.strerror or problem}), must be the script of the launch"
-        ) from problem
+    context, text = multiprocessing.get_context("forkserver"), text_of(script)
     context.set_forkserver_preload(
         [*_PRELOADED, *sorted({module for word, module in _IF_NAMED.items() if word in text})]
     )
     return context
+
+
+def text_of(script: str) -> str:
+    """Return the text of a script. Raises ConfigError where it cannot be read."""
+    try:
+        return Path(script).read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise ConfigError(
+            f"{script}: cannot be read ({problem.strerror or problem}), must be the script of the launch"
+        ) from problem
 
 
 def _checked(context: Any, task: Task) -> Report:

@@ -49,9 +49,7 @@ def as_json(reports: Sequence[Report], outcome: Outcome) -> dict[str, Any]:
                 "layers": list(report.layers),
                 "parameters": report.parameters,
                 **report.kept._asdict(),
-                "activations": None if use is None else _activations(use),
-                "buffers": None if use is None else use.messages + use.working,
-                "peak": None if use is None else use.total,
+                **_figures(use),
                 "computed": ["kept"] * report.by_rule + ["tokens"] * (report.counted is None),
                 "notes": list(report.notes),
             }
@@ -68,13 +66,19 @@ def _padded(reports: Sequence[Report], outcome: Outcome) -> Sequence[MemoryUse |
     return outcome.uses or [None] * len(reports)
 
 
+def _figures(use: MemoryUse | None) -> dict[str, float | None]:
+    """Return the bytes of a step at its peak."""
+    if use is None:
+        return dict.fromkeys(("activations", "buffers", "peak"))
+    activations = use.activations + use.keys_values + use.key_value_gradients + use.weight_gradients
+    return {"activations": activations, "buffers": use.messages + use.working, "peak": use.total}
+
+
 def _cells(report: Report, use: MemoryUse | None) -> tuple[str, ...]:
     kept, tokens = COMPUTED * report.by_rule, COMPUTED * (report.counted is None)
-    figures: list[tuple[str, float | None]] = [(kept, each) for each in report.kept]
-    if use is None or (report.counted is None and report.sizes is None):
-        figures += [(tokens, None)] * 3
-    else:
-        figures += [(tokens, _activations(use)), (tokens, use.messages + use.working), (kept or tokens, use.total)]
+    known = report.counted is not None or report.sizes is not None
+    marks = (*[kept] * len(report.kept), tokens, tokens, kept or tokens)
+    figures = zip(marks, (*report.kept, *_figures(use if known else None).values()), strict=True)
     return (
         _names(report.layers),
         f"{report.parameters:,}",
@@ -84,10 +88,6 @@ def _cells(report: Report, use: MemoryUse | None) -> tuple[str, ...]:
 
 def _text(value: float) -> str:
     return f"{value:.3f}" if value >= 0.1 else f"{value:.3g}"
-
-
-def _activations(use: MemoryUse) -> float:
-    return use.activations + use.keys_values + use.key_value_gradients + use.weight_gradients
 
 
 def _names(layers: Sequence[str]) -> str:

@@ -99,17 +99,16 @@ def _applied(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) 
     kept = module._parameters
     rest: dict[str, Any] = {}
     for name, parameter in kept.items():
-        if isinstance(parameter, FakeTensor) and parameter.device.type != "meta":
-            with torch.no_grad():
-                changed = fn(parameter)
-            if changed is not parameter:
-                parameter.data = changed
-        elif parameter is not None and parameter.is_meta:
-            with torch.no_grad():
-                changed = fn(parameter)
-            kept[name] = changed if changed is parameter else nn.Parameter(changed, parameter.requires_grad)
-        else:
+        on_meta = parameter is not None and parameter.device.type == "meta"
+        if parameter is None or not (on_meta or isinstance(parameter, FakeTensor)):
             rest[name] = parameter
+            continue
+        with torch.no_grad():
+            changed = fn(parameter)
+        if changed is not parameter and on_meta:
+            kept[name] = nn.Parameter(changed, parameter.requires_grad)
+        elif changed is not parameter:
+            parameter.data = changed
     module._parameters = rest
     try:
         _apply(module, fn, recurse=False)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, chunked
+from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
 from ds_terapipe.commands.planning.inputs import Inputs
-from ds_terapipe.plan.costs.cost import Cost
-from ds_terapipe.plan.costs.memory import GIGABYTE
+from ds_terapipe.commands.planning.several import placed
 from ds_terapipe.plan.stages import even_layers
 from ds_terapipe.schedule import Interval, Panel, Placement, Schedule, Simulation
 
@@ -28,9 +27,9 @@ class Row:
         run: the timed schedule.
         step_s: predicted seconds of a step.
         live_sequences: the most whose activations are held at once on a device, as sequences on all the device's layers.
-        peak_bytes: of the fullest device, None where memory is not known; messages of interleaving are not in it.
-        limit_bytes: of a device, None without limit.
-        placement: of the stages; None: one on each place.
+        peak_bytes: of the fullest device, None where memory is not known.
+        fits: whether the peak is within the limit, as far as both are known.
+        placement: of the stages.
     """
 
     kind: str
@@ -40,13 +39,8 @@ class Row:
     step_s: float
     live_sequences: float
     peak_bytes: float | None
-    limit_bytes: float | None
-    placement: Placement | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the limit, as far as both are known."""
-        return self.peak_bytes is None or self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+    fits: bool
+    placement: Placement
 
     def figures(self) -> dict[str, Any]:
         """Its figures for JSON."""
@@ -72,30 +66,33 @@ def row(inputs: Inputs, name: str, schedule: str | Schedule, slices: tuple[int, 
     request = inputs.request
     run = request.times(inputs.cost).simulate(schedule, slices)
     peak = max((use.total for use in request.memory_of(schedule, slices)), default=None)
-    live = max(place.peak_tokens for place in run.places) / request.seq_length / chunks_of(request.placement)
+    live = max(place.peak_tokens for place in run.places) / request.seq_length / request.placement.stages_per_place
     return Row(
         kind or str(schedule), name, slices, run, run.makespan + request.overhead_s, live * inputs.sequences, peak,
-        None if request.memory_gb is None else request.memory_gb * GIGABYTE, request.placement,
+        request.fits(schedule, slices), request.placement,
     )  # fmt: skip
 
 
 def interleaved(inputs: Inputs) -> Row | str:
     """Return the fastest interleaved 1F1B that fits, else the fastest; or the reason why there is none."""
     request = inputs.request
-    if request.placement is not None:
+    if not request.placement.is_usual:
         return "interleaving: not known, these stages were measured on places of their own choice"
-    if request.stages == 1:
+    places = request.placement.places
+    if places == 1:
         return "interleaving: not on a single stage"
     if not whole_sequences(inputs):
         return "interleaving: not known, no unsliced sequence was measured"
-    if request.micro_batches % request.stages:
-        return f"interleaving: not possible, {request.micro_batches} micro-batches are no multiple of the {request.stages} stages"
+    if request.micro_batches % places:
+        return (
+            f"interleaving: not possible, {request.micro_batches} micro-batches are no multiple of the {places} stages"
+        )
     found = []
     for chunks in _CHUNKS if isinstance(inputs.source, Analytic) else _UNKNOWN_LAYERS:
-        placement = Placement.interleaved(request.stages, chunks)
-        there = chunked(inputs.source, inputs.sequences, placement)
+        there = placed(inputs, Placement.interleaved(places, chunks))
         if there is not None:
-            found.append(_interleaved(inputs, there[0], placement))
+            name = f"interleaved 1F1B, {chunks} chunks per stage"
+            found.append(row(there, name, "interleaved", (request.seq_length,)))
     if not found:
         return "interleaving: not possible, no number of chunks divides every stage's layers"
     return min(found, key=lambda each: (not each.fits, each.step_s))
@@ -155,27 +152,8 @@ def whole_sequences(inputs: Inputs) -> bool:
     return longest is None or inputs.request.seq_length <= longest
 
 
-def chunks_of(placement: Placement | None) -> int:
-    """Return the parts of a device's layers: as many as it has stages."""
-    return 1 if placement is None else len(placement.stages) // placement.places
-
-
-def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement | None) -> Panel:
+def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement) -> Panel:
     """Return the picture of a step, in milliseconds where costs are seconds."""
     scale = 1.0 if inputs.units else 1e3
     intervals = [[Interval(scale * each.start, scale * each.end) for each in places] for places in run.intervals]
     return Panel(title if inputs.units else f"{title}, ms", run.grid, intervals, placement)
-
-
-def _interleaved(inputs: Inputs, cost: Cost, placement: Placement) -> Row:
-    request, chunks = inputs.request, chunks_of(placement)
-    virtual = replace(request, stages=len(placement.stages), placement=placement, weights_once=True, memory=None)
-    name = f"interleaved 1F1B, {chunks} chunks per stage"
-    found = row(replace(inputs, parts=cost, request=virtual), name, "interleaved", (request.seq_length,))
-    if request.memory is None:
-        return found
-    peak = max(
-        stage.fixed + stage.activations * request.seq_length * place.peak_units / chunks
-        for stage, place in zip(request.memory.stages, found.run.places, strict=True)
-    )
-    return replace(found, peak_bytes=peak)

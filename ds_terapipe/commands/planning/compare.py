@@ -15,13 +15,12 @@ from ds_terapipe.commands.planning.alternatives import (
     verdicts,
     whole_sequences,
 )
-from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, shown_time
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, plan_if_fits, shown_time
 from ds_terapipe.commands.planning.several import placements, unplaced
-from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.memory import gigabytes
 from ds_terapipe.plan.improve import improve, why_not
 from ds_terapipe.plan.result import compact
-from ds_terapipe.schedule import SEARCHED, Panel, Placement, Schedule, names_on, schedule_named
+from ds_terapipe.schedule import SEARCHED, Panel, Schedule, names_on, schedule_named
 from ds_terapipe.schedule.orders import ZERO_BUBBLE
 
 
@@ -46,7 +45,7 @@ def compare(
         rows.append(row(plain or inputs, title, UNSLICED, (request.seq_length,)))
     rows += [each for each in alternatives if each.kind == "interleaved"]
     sliced = []
-    for schedule in names_on(request.placement or Placement.plain(request.stages)):
+    for schedule in names_on(request.placement):
         lengths = slices or _best_slices(inputs, schedule)
         title = schedule_named(schedule).title or f"slice-level {schedule}"
         sliced.append(row(inputs, f"{title}, {len(lengths)} slices", schedule, lengths))
@@ -77,9 +76,8 @@ def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> 
         schedule, lengths = ZERO_BUBBLE.name, slices
         found: tuple[str | Schedule, tuple[int, ...]] | None = None
         if lengths is None:
-            try:
-                plan = choose_plan(on, AUTO, request.search_s)
-            except ConfigError:  # it does not fit
+            plan = plan_if_fits(on, AUTO, request.search_s)
+            if plan is None:
                 continue
             found = None if plan.order is None else (plan.runs, plan.slices)
             named = plan if plan.order is None else min(plan.losing, key=lambda each: (not each.fits, each.step_s))
@@ -95,11 +93,8 @@ def _placed(inputs: Inputs, slices: tuple[int, ...] | None, search_s: float) -> 
 
 def _best_slices(inputs: Inputs, schedule: str) -> tuple[int, ...]:
     """Return the best that fit, else the best; the table marks those that do not fit."""
-    try:
-        return choose_plan(inputs, schedule).slices
-    except ConfigError:
-        unlimited = replace(inputs, request=replace(inputs.request, memory_gb=None))
-        return choose_plan(unlimited, schedule).slices
+    unlimited = replace(inputs, request=replace(inputs.request, memory_gb=None))
+    return (plan_if_fits(inputs, schedule) or choose_plan(unlimited, schedule)).slices
 
 
 def _table(inputs: Inputs, rows: list[Row]) -> list[str]:

@@ -9,27 +9,42 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost
-from ds_terapipe.plan.costs.analytic_memory import analytic_memory, fixed_bytes
-from ds_terapipe.plan.costs.cost import Cost, MeasuredCost, Tokens
+from ds_terapipe.plan.costs.analytic_memory import analytic_memory
+from ds_terapipe.plan.costs.cost import MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
-from ds_terapipe.plan.parts import Parts
-from ds_terapipe.schedule import Placement
+from ds_terapipe.plan.stages import LayerSeconds
 
 
 @dataclasses.dataclass(frozen=True)
-class UnitCost:
-    """A `Cost` without any: forward of a whole sequence takes 1 on each stage, backward 2, messages nothing."""
+class Units:
+    """No cost was given: schedules can be drawn and compared all the same.
 
+    It is its own `Cost`: forward of a whole sequence takes 1 on each stage, backward 2, messages nothing.
+    """
+
+    stages: int
     max_length: int
-    sequences: int = 1
     weights_once: bool = False
+    sequences: int = 1
+    text: str = "unit costs: forward of a sequence 1, backward 2 on each stage, slices by their tokens, messages free"
+    about: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"costs": "units"})
+    overhead_s: float = 0.0
+    device_gb: float | None = None
+
+    def cost(self, sequences: int) -> Units:
+        """Return the cost of micro-batches of so many sequences."""
+        return dataclasses.replace(self, sequences=sequences)
+
+    def memory(self, sequences: int) -> None:
+        """Not known."""
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
         """Return the forward time: the share of the sequence's tokens."""
@@ -46,26 +61,6 @@ class UnitCost:
     def message(self, boundary: int, length: Tokens) -> Tokens:
         """No time."""
         return 0.0 * length
-
-
-@dataclasses.dataclass(frozen=True)
-class Units:
-    """No cost was given: schedules can be drawn and compared all the same."""
-
-    stages: int
-    total: int
-    weights_once: bool = False
-    text: str = "unit costs: forward of a sequence 1, backward 2 on each stage, slices by their tokens, messages free"
-    about: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"costs": "units"})
-    overhead_s: float = 0.0
-    device_gb: float | None = None
-
-    def cost(self, sequences: int) -> UnitCost:
-        """Return the cost of micro-batches of so many sequences."""
-        return UnitCost(self.total, sequences, self.weights_once)
-
-    def memory(self, sequences: int) -> None:
-        """Not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,28 +122,24 @@ class Analytic:
 
     def memory(self, sequences: int) -> MemoryModel:
         """Return the memory of micro-batches of so many sequences."""
-        found = analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once)
-        if not self.fixed:
-            return found
-        shards = self.data_parallel if self.shares_optimizer else 1
-        bytes_ = fixed_bytes(self.model, self.layers, self.tensor_parallel, shards)
-        stages = (dataclasses.replace(stage, fixed=each) for stage, each in zip(found.stages, bytes_, strict=True))
-        return dataclasses.replace(found, stages=tuple(stages))
+        shards = (self.data_parallel if self.shares_optimizer else 1) if self.fixed else None
+        return analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once, shards)
 
     def with_layout(self, layers: tuple[int, ...], tensor_parallel: int | None = None) -> Analytic:
         """Return the costs of the model in other stages, and with other tensor parallelism if given."""
         return dataclasses.replace(self, layers=layers, tensor_parallel=tensor_parallel or self.tensor_parallel)
 
-    def layer_seconds(self, sequences: int, lengths: tuple[int, ...]) -> list[float]:
+    def layer_seconds(self, sequences: int, lengths: tuple[int, ...]) -> LayerSeconds:
         """Forward and backward of each layer over a micro-batch in these slices; embedding and head with their neighbours."""
         each = self.with_layout((1,) * self.model.num_layers).cost(sequences)
         length = np.array(lengths, dtype=float)
         context = np.cumsum(length) - length
-        return [
+        seconds = (
             float(np.sum(each.forward(n, length, context) + each.backward(n, length, context)))
             + float(each.weights(n, float(sum(lengths))))
             for n in range(self.model.num_layers)
-        ]
+        )
+        return LayerSeconds(tuple(tuple(islice(seconds, count)) for count in self.layers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +148,6 @@ class Measured:
 
     measured: MeasuredCost
     path: str
-    estimated: Analytic | None = None  # stands in for memory that was not measured
 
     @property
     def stages(self) -> int:
@@ -167,7 +157,8 @@ class Measured:
     @property
     def text(self) -> str:
         """Description of the measurements."""
-        where = "" if self.measured.placement is None else f" on {self.measured.placement.places} places"
+        placement = self.measured.placement
+        where = "" if placement.is_plain else f" on {placement.places} places"
         return f"measured on {self.stages} stages{where}, {self.measured.sequences} sequences at once ({self.path})"
 
     @property
@@ -201,21 +192,8 @@ class Measured:
         return self.measured
 
     def memory(self, sequences: int) -> MemoryModel | None:
-        """Return the measured memory, or what stands in for it."""
-        if self.measured.memory is None and self.estimated is not None:
-            return self.estimated.memory(sequences)
+        """Return the measured memory."""
         return self.measured.memory
 
 
 Source: TypeAlias = Analytic | Measured | Units
-
-
-def chunked(source: Source, sequences: int, placement: Placement) -> tuple[Cost, MemoryModel | None] | None:
-    """Return costs and memory of several stages on each place, equal parts of its layers; None where these do not divide."""
-    if not isinstance(source, Analytic):
-        return Parts(source.cost(sequences), placement), None
-    chunks = len(placement.stages) // placement.places
-    if any(count % chunks for count in source.layers):
-        return None
-    layout = source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
-    return layout.cost(sequences), layout.memory(sequences)

@@ -143,7 +143,7 @@ def _measured(source: Measured, seq_length: int, replicas: int | None) -> Entrie
     measured, path = source.measured, source.path
     if measured.layers is None:
         raise ConfigError(f"{path}: layers: missing, must be the seconds of single layers, use {_USE}")
-    if measured.placement is not None:
+    if not measured.placement.is_usual:
         raise ConfigError(
             f"{path}: placement: got stages that only go forward, must be a measurement with nothing frozen, use a new one"
         )

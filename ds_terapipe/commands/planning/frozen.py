@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, check_numbers, choose_plan, read_inputs
-from ds_terapipe.commands.progress import progress
 from ds_terapipe.commands.simulate import named_lengths
 from ds_terapipe.errors import bad_value, named
 from ds_terapipe.json_files import read_json
@@ -25,16 +24,6 @@ from ds_terapipe.plan.result import compact, seconds_text
 if TYPE_CHECKING:
     from ds_terapipe.commands.planning.entry_costs import Entries
     from ds_terapipe.elastic.shapes.predict import Prediction
-
-
-def add_frozen(parser: argparse.ArgumentParser) -> None:
-    """Add ``--frozen F,F``."""
-    parser.add_argument(
-        "--frozen",
-        metavar="F,F",
-        help="print the shapes of an elastic_pipeline whose first F entries are frozen, in place of a plan. F counts entries of "
-        "the layer list, the embedding included. Each F has a table. --memory-gb limits the whole memory of a rank here",
-    )
 
 
 def plan_frozen(options: argparse.Namespace) -> None:
@@ -50,16 +39,14 @@ def plan_frozen(options: argparse.Namespace) -> None:
     check_numbers(options)
     given = options.memory_gb
     options.memory_gb = None  # of a plan it is what activations take; here weights, gradients and optimiser count, too
-    with progress("reading"):
-        inputs = read_inputs(options)
-        limit = _limit_gb(given, options.ds_config, inputs)
-    with progress("planning"):
-        lengths = _lengths(inputs)
-        from ds_terapipe.commands.planning.entry_costs import entries_of
+    inputs = read_inputs(options)
+    limit = _limit_gb(given, options.ds_config, inputs)
+    lengths = _lengths(inputs)
+    from ds_terapipe.commands.planning.entry_costs import entries_of
 
-        entries = entries_of(inputs.source, lengths, options.data_parallel)
-        most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
-        tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
+    entries = entries_of(inputs.source, lengths, options.data_parallel)
+    most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
+    tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
     lines = [*inputs.lines, f"layer list: {entries.text}; slices: {compact(lengths)}"]
     if inputs.config is not None and inputs.config.stages_per_place > 1:
         lines.append("stages_per_place is not counted: shapes have one stage on each place here")

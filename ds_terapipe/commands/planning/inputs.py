@@ -6,10 +6,11 @@ An explicit argument wins over the DeepSpeed configuration, that over a default.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.output import check_positive
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
@@ -64,7 +65,7 @@ class Inputs:
 
     @property
     def units(self) -> bool:
-        """Whether no cost was given; seconds are those of `cost_sources.UnitCost`."""
+        """Whether no cost was given; seconds are those of `cost_sources.Units`."""
         return isinstance(self.source, Units)
 
     @property
@@ -73,7 +74,7 @@ class Inputs:
         request = self.request
         return {
             "seq_length": request.seq_length,
-            "stages": request.stages,
+            "stages": len(request.placement.stages),
             "micro_batches": request.micro_batches,
             "sequences": self.sequences,
             "unit_costs": self.units,
@@ -153,38 +154,39 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         ConfigError: one line with file or argument, field and expectation.
     """
     check_numbers(options)
+    if plan is not None and options.seq_length not in (None, plan.seq_length):
+        raise bad_value("--seq-length", options.seq_length, "that of the plan", str(plan.seq_length))
     data, config = _configuration(options.ds_config)
-    given = _Given(options, config, data, plan, [])
-    source = given.source(unit_costs)
-    if plan is not None and source.stages != _places(plan) and source.stages != plan.stages:
-        raise bad_value(
-            "--plan", _places(plan), f"for the {source.stages} stages that the costs are for", "another plan"
-        )
-    given.check_unused(source)
+    given, notes = _filled(options, config, plan), list[str]()
+    source = _source(options, given, data, unit_costs, notes)
+    if plan is not None and source.stages not in (plan.placement.places, plan.stages):
+        rule = f"for the {source.stages} stages that the costs are for"
+        raise bad_value("--plan", plan.placement.places, rule, "another plan")
+    _check_unused(options, source, notes)
     sequences, micro_batches = batch(options, data, source, plan)
-    memory_gb, memory = given.memory_gb, source.memory(sequences)
-    if memory is None and memory_gb is not None:
-        given.notes.append("memory: not known from these costs, so memory_gb is no limit")
-    granularity = options.granularity or (config.granularity if config else 8)
-    measured = source.measured if isinstance(source, Measured) else None
-    length = given.seq_length(source)
+    memory, limit_name = source.memory(sequences), "memory_gb"
+    if memory is None and given.memory_gb is not None:
+        notes.append("memory: not known from these costs, so memory_gb is no limit")
+    if isinstance(source, Analytic) and source.fixed:  # --memory-gb is what comes on top
+        limit_name = f"{source.cluster.name}, with weights, gradients and optimiser: memory_gb"
+    known: dict[str, Any] = {"stages": source.stages, "weights_once": given.weight_gradients != "slice"}
+    length = given.seq_length or SEQ_LENGTH
+    if isinstance(source, Measured):
+        measured, length = source.measured, given.seq_length or source.measured.max_length
+        known = {"stages": measured.placement, "weights_once": source.weights_once, "max_slice": measured.max_slice}
+        known["min_length"] = max(measured.min_length, given.granularity)
+        limit_name = limit_name if given.memory_gb else f"{source.path}: measured_on.memory_limit_bytes, in GB"
     request = Request(
         seq_length=length,
-        stages=source.stages,
         micro_batches=micro_batches,
-        schedule=options.schedule or (config.schedule if config else AUTO),
-        granularity=granularity,
-        min_length=None if measured is None else max(measured.min_length, granularity),
-        max_slice=None if measured is None else measured.max_slice,
+        schedule=given.schedule,
+        granularity=given.granularity,
         memory=memory,
-        memory_gb=None if memory is None else source.device_gb if memory_gb is None else memory_gb,
-        limit_name=f"{source.path}: measured_on.memory_limit_bytes, in GB"
-        if isinstance(source, Measured) and memory_gb is None
-        else "memory_gb",
-        weights_once=source.weights_once if isinstance(source, Measured) else given.weights_once,
-        placement=None if measured is None else measured.placement,
+        memory_gb=None if memory is None else given.memory_gb or source.device_gb,
+        limit_name=limit_name,
         overhead_s=source.overhead_s,
         about={**source.about, "seq_length": length},
+        **known,
     )
     slices = config.slices if config else AUTO
     return Inputs(
@@ -192,7 +194,7 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         request,
         sequences,
         tuple(slices) if isinstance(slices, list) else slices,
-        notes=tuple(given.notes),
+        notes=tuple(notes),
         cuts=data is None or config is not None,
         config=config,
     )
@@ -202,23 +204,17 @@ def choose_plan(inputs: Inputs, schedule: str | None = None, search_s: float = 0
     """Return the best plan for the inputs, under ``schedule`` only if given; ``search_s`` as in a `Request`.
 
     Raises:
-        ConfigError: as `plan.choose.choose`; a limit that is the cluster's is called so, for weights count in it.
+        ConfigError: as `plan.choose.choose`.
     """
     request = replace(inputs.request, schedule=schedule or inputs.request.schedule, search_s=search_s)
-    try:
-        return choose(inputs.cost, request)
-    except ConfigError as error:
-        source = inputs.source
-        if isinstance(source, Analytic) and source.fixed and str(error).startswith("memory_gb: "):
-            raise ConfigError(
-                f"{source.cluster.name}: {error} (with weights, gradients and optimiser; --memory-gb is what comes on top)"
-            ) from error
-        raise
+    return choose(inputs.cost, request)
 
 
-def _places(plan: Plan) -> int:
-    """Return the number of places of a plan."""
-    return plan.stages if plan.placement is None else plan.placement.places
+def plan_if_fits(inputs: Inputs, schedule: str | None = None, search_s: float = 0.0) -> Plan | None:
+    """Return the plan of `choose_plan`; None where none fits."""
+    with contextlib.suppress(ConfigError):
+        return choose_plan(inputs, schedule, search_s)
+    return None
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -245,130 +241,101 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
         return data, None if block is None else parse({TOKEN_PIPELINE: block})
 
 
-class _Given(NamedTuple):
-    """Inputs of a command: arguments, the block ``token_pipeline`` of a configuration, the configuration, and a plan."""
+def _filled(options: argparse.Namespace, config: TokenPipelineConfig | None, plan: Plan | None) -> argparse.Namespace:
+    """Return the arguments; what is missing is as in the plan, in the configuration, or by default."""
+    found = argparse.Namespace(**vars(options))
+    defaults: dict[str, Any] = {"granularity": 8, "schedule": AUTO}
+    if config is not None:
+        names = ("granularity", "schedule", "memory_gb", "weight_gradients")
+        defaults = {name: getattr(config, name) for name in names}
+        defaults["measured"] = config.measurements_path if options.model is None else None
+    if plan is not None:
+        apart = "micro_batch" if plan.weights_once else "slice"
+        defaults |= {"stages": plan.placement.places, "seq_length": plan.seq_length, "weight_gradients": apart}
+    for name, value in defaults.items():
+        if getattr(found, name) is None:
+            setattr(found, name, value)
+    return found
 
-    options: argparse.Namespace
-    config: TokenPipelineConfig | None
-    data: Fields | None
-    plan: Plan | None
-    notes: list[str]
 
-    @property
-    def memory_gb(self) -> float | None:
-        """Memory for activations and buffers, None if nothing says it."""
-        if self.options.memory_gb is not None or self.config is None:
-            return self.options.memory_gb  # type: ignore[no-any-return]
-        return self.config.memory_gb
+def _source(
+    options: argparse.Namespace, given: argparse.Namespace, data: Fields | None, unit_costs: bool, notes: list[str]
+) -> Source:
+    """Return the measurements that are named, or the model, or units."""
+    if given.cluster is not None and given.model is None:
+        raise ConfigError("--cluster: got no model to run on it, must be there beside --model, use both")
+    if given.cluster is not None and given.measured is not None:
+        rule = "absent beside --measured, which are times of a device"
+        raise bad_value("--cluster", given.cluster, rule, "one of the two")
+    if given.measured is not None:
+        return _measured(options, given.measured)
+    if given.model is not None:
+        return _analytic(given, data, notes)
+    if unit_costs:
+        # a person who draws a schedule expects F and B, unless a plan, an argument or a key says otherwise
+        apart = given.weight_gradients == "micro_batch"
+        return Units(given.stages or _UNIT_STAGES, given.seq_length or SEQ_LENGTH, apart)
+    raise ConfigError(
+        "--model: missing, must be there unless costs are measured, use a model file, one of "
+        f"{', '.join(MODELS)}, or --measured"
+    )
 
-    @property
-    def weights_once(self) -> bool:
-        """Whether weight gradients are made once per micro-batch."""
-        if self.options.weight_gradients:
-            return bool(self.options.weight_gradients == "micro_batch")
-        if self.plan is not None:
-            return self.plan.weights_once
-        return self.config is None or self.config.weight_gradients != "slice"
 
-    @property
-    def stages(self) -> int | None:
-        """Number of stages, None if nothing says it."""
-        return self.options.stages or (_places(self.plan) if self.plan else None)
+def _measured(options: argparse.Namespace, path: str) -> Measured:
+    measured = MeasuredCost.load(path)
+    ranks = measured.measured_on.get("ranks")
+    for name, axis, found in (
+        ("stages", "pipe", measured.placement.places),
+        ("tensor_parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
+        ("data_parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
+    ):
+        asked = getattr(options, name)
+        if asked is not None and found is not None and asked != found:
+            rule = f"what {path} was measured with, {found} ranks of {axis}"
+            raise bad_value(f"--{name.replace('_', '-')}", asked, rule, str(found))
+    return Measured(measured, path)
 
-    def seq_length(self, source: Source) -> int:
-        """Tokens of a sequence."""
-        given, plan = self.options.seq_length, self.plan
-        if given is not None and plan is not None and given != plan.seq_length:
-            raise bad_value("--seq-length", given, "that of the plan", str(plan.seq_length))
-        known = source.measured.max_length if isinstance(source, Measured) else SEQ_LENGTH
-        return int(given or (plan.seq_length if plan else known))
 
-    def source(self, unit_costs: bool) -> Source:
-        """Return the measurements that are named, or the model, or the configuration's measurements, or units."""
-        options = self.options
-        path = options.measured
-        if path is None and options.model is None and self.config is not None:
-            path = self.config.measurements_path
-        if options.cluster is not None and options.model is None:
-            raise ConfigError("--cluster: got no model to run on it, must be there beside --model, use both")
-        if options.cluster is not None and options.measured is not None:
-            raise bad_value(
-                "--cluster", options.cluster, "absent beside --measured, which are times of a device", "one of the two"
-            )
-        if path is not None:
-            return self._measured(path)
+def _analytic(given: argparse.Namespace, data: Fields | None, notes: list[str]) -> Analytic:
+    model, cluster = load_model(given.model), load_cluster(given.cluster or CLUSTER)
+    if given.cluster is None:
+        notes.append(f"--cluster is not given: {CLUSTER}")
+    if given.stage_layers is not None:
+        layers = read_layers(given.stage_layers, model.num_layers, given.stages)
+    elif given.stages is not None:
+        layers = even_layers(model.num_layers, given.stages)
+    else:
+        raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
+    tensor, heads = given.tensor_parallel or 1, model.num_attention_heads
+    if heads % tensor:
+        raise bad_value("--tensor-parallel", tensor, f"a divisor of the model's {heads} attention heads", "1")
+    block = data.value("zero_optimization") if data is not None else None
+    zero = block.get("stage", 0) if isinstance(block, dict) else 0
+    return Analytic(
+        model,
+        cluster,
+        layers,
+        tensor,
+        data_parallel(given, data),
+        shares_optimizer=isinstance(zero, int) and zero > 0,
+        weights_once=given.weight_gradients != "slice",
+        fixed=given.memory_gb is None,
+    )
+
+
+def _check_unused(options: argparse.Namespace, source: Source, notes: list[str]) -> None:
+    """Arguments that these costs have no use for: an error where they would mislead, else a note."""
+    if options.stage_layers is not None and not isinstance(source, Analytic):
+        rule = "absent: these costs are of the stages that were measured, or of no layers at all"
+        raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
+    if isinstance(source, Measured):
+        found = "micro_batch" if source.weights_once else "slice"
+        if options.weight_gradients not in (None, found):
+            raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
         if options.model is not None:
-            return self._analytic(self.stages, self.notes)
-        if unit_costs:
-            # a person who draws a schedule expects F and B, unless a plan or an argument says otherwise
-            apart = self.weights_once and (self.plan is not None or options.weight_gradients is not None)
-            length = options.seq_length or (self.plan.seq_length if self.plan else SEQ_LENGTH)
-            return Units(self.stages or _UNIT_STAGES, length, apart)
-        raise ConfigError(
-            "--model: missing, must be there unless costs are measured, use a model file, one of "
-            f"{', '.join(MODELS)}, or --measured"
-        )
-
-    def _measured(self, path: str) -> Measured:
-        measured = MeasuredCost.load(path)
-        ranks = measured.measured_on.get("ranks")
-        for name, axis, found in (
-            ("--stages", "pipe", measured.placement.places if measured.placement else measured.stages),
-            ("--tensor-parallel", "model", ranks.get("model", 1) if isinstance(ranks, dict) else None),
-            ("--data-parallel", "data", ranks.get("data", 1) if isinstance(ranks, dict) else None),
-        ):
-            given = getattr(self.options, name[2:].replace("-", "_"))
-            if given is not None and found is not None and given != found:
-                raise bad_value(name, given, f"what {path} was measured with, {found} ranks of {axis}", str(found))
-        estimated = None
-        if self.options.model is not None and measured.memory is None:
-            estimated = self._analytic(measured.stages, [])
-            self.notes.append(f"memory: estimated from {estimated.model.name}, it was not measured")
-        return Measured(measured, path, estimated)
-
-    def _analytic(self, stages: int | None, notes: list[str]) -> Analytic:
-        options = self.options
-        model, cluster = load_model(options.model), load_cluster(options.cluster or CLUSTER)
-        if options.cluster is None:
-            notes.append(f"--cluster is not given: {CLUSTER}")
-        if options.stage_layers is not None:
-            layers = read_layers(options.stage_layers, model.num_layers, stages)
-        elif stages is not None:
-            layers = even_layers(model.num_layers, stages)
-        else:
-            raise ConfigError("--stages: missing, must be the number of pipeline stages, use e.g. 8")
-        tensor, heads = options.tensor_parallel or 1, model.num_attention_heads
-        if heads % tensor:
-            raise bad_value("--tensor-parallel", tensor, f"a divisor of the model's {heads} attention heads", "1")
-        block = self.data.value("zero_optimization") if self.data is not None else None
-        zero = block.get("stage", 0) if isinstance(block, dict) else 0
-        return Analytic(
-            model,
-            cluster,
-            layers,
-            tensor,
-            data_parallel(options, self.data),
-            shares_optimizer=isinstance(zero, int) and zero > 0,
-            weights_once=self.weights_once,
-            fixed=self.memory_gb is None,
-        )
-
-    def check_unused(self, source: Source) -> None:
-        """Arguments that these costs have no use for: an error where they would mislead, else a note."""
-        options = self.options
-        if options.stage_layers is not None and not isinstance(source, Analytic):
-            rule = "absent: these costs are of the stages that were measured, or of no layers at all"
-            raise bad_value("--stage-layers", options.stage_layers, rule, "--model alone, or train.py to measure them")
-        if isinstance(source, Measured):
-            found = "micro_batch" if source.weights_once else "slice"
-            if options.weight_gradients not in (None, found):
-                raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
-            if options.model is not None and source.estimated is None:
-                self.notes.append("--model is not used: times and memory were measured")
-        if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
-            self.notes.append(
-                "--tensor-parallel and --data-parallel are not used: without --model nothing is known about them"
-            )
+            notes.append("--model is not used: times and memory were measured")
+    if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
+        notes.append("--tensor-parallel and --data-parallel are not used: without --model nothing is known about them")
 
 
 def shown_time(units: bool) -> Callable[[float], str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from ds_terapipe.commands.planning.cost_sources import Measured, chunked
-from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, read_inputs
-from ds_terapipe.errors import ConfigError, bad_value
+from ds_terapipe.commands.planning.cost_sources import Analytic, Measured
+from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, plan_if_fits, read_inputs
+from ds_terapipe.errors import bad_value
+from ds_terapipe.plan.costs.cost import Cost
+from ds_terapipe.plan.costs.memory import MemoryModel
 from ds_terapipe.plan.improve import GAIN
+from ds_terapipe.plan.parts import Parts, memory_of_parts
 from ds_terapipe.plan.placed import placement_text
 from ds_terapipe.plan.result import Plan, option_name, seconds_text
 from ds_terapipe.schedule import Placement
@@ -22,32 +25,30 @@ def read_placed(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         ConfigError: as `read_inputs`; the costs do not know the stages of that placement.
     """
     inputs = read_inputs(options, unit_costs, plan)
-    asked, present = _asked(inputs, plan), inputs.request.placement
-    if asked is None or placement_text(asked) == placement_text(present):
+    source, asked, present = inputs.source, _asked(inputs, plan), inputs.request.placement
+    if placement_text(asked) == placement_text(present):
         return inputs
-    found = placed(inputs, asked) if present is None else None
+    key = "--plan" if plan else "--schedule" if inputs.config is None else "token_pipeline.stages_per_place"
+    if isinstance(source, Measured):
+        rule = f"as {source.path} was measured, {placement_text(present)}"
+        raise bad_value(key, placement_text(asked), rule, "another --measured")
+    found = placed(inputs, asked)
     if found is None:
-        key = "--schedule" if inputs.config is None else "token_pipeline.stages_per_place"
-        key = key if plan is None else "--plan"
-        if isinstance(inputs.source, Measured):
-            rule = f"as {inputs.source.path} was measured, {placement_text(present)}"
-            raise bad_value(key, placement_text(asked), rule, "another --measured")
-        each, layers = len(asked.stages) // asked.places, getattr(inputs.source, "layers", ())
-        rule = f"a divisor of the layers of each of --stage-layers, {','.join(map(str, layers))}"
-        raise bad_value(key, f"{each} stages on a place", rule, "other --stages")
+        rule = f"a divisor of the layers of each of --stage-layers, {','.join(map(str, getattr(source, 'layers', ())))}"
+        raise bad_value(key, f"{asked.stages_per_place} stages on a place", rule, "other --stages")
     return found
 
 
-def _asked(inputs: Inputs, plan: Plan | None) -> Placement | None:
-    """Return the placement that is asked for; None for that of the costs."""
+def _asked(inputs: Inputs, plan: Plan | None) -> Placement:
+    """Return the placement that is asked for, which may be that of the costs."""
     config, present = inputs.config, inputs.request.placement
-    places = inputs.request.stages if present is None else present.places
-    if plan is not None and plan.placement is not None:
+    places = present.places
+    if plan is not None:
         return plan.placement
-    if plan is None and config is not None and config.stages_per_place > 1 < places:
+    if config is not None and config.stages_per_place > 1 < places:
         return Placement.named(config.placement, places, config.stages_per_place)
-    if present is not None or inputs.request.schedule != INTERLEAVED.name:
-        return None
+    if not present.is_usual or inputs.request.schedule != INTERLEAVED.name:
+        return present
     if places == 1:
         raise bad_value("--schedule", INTERLEAVED.name, "another one on a single stage", "--stages 2")
     return Placement.interleaved(places, 2)
@@ -55,35 +56,46 @@ def _asked(inputs: Inputs, plan: Plan | None) -> Placement | None:
 
 def placements(inputs: Inputs) -> dict[str, Inputs]:
     """Return the inputs for two stages on each place where their costs are known, by the placement's name."""
-    places = inputs.request.stages
-    if places == 1 or inputs.request.placement is not None:
+    placement = inputs.request.placement
+    places = placement.places
+    if places == 1 or not placement.is_usual or isinstance(inputs.source, Measured):
         return {}
     there = {name: placed(inputs, Placement.named(name, places, 2)) for name in ("interleaved", "v")}
     return {name: on for name, on in there.items() if on is not None}
 
 
-def placed(inputs: Inputs, placement: Placement | None) -> Inputs | None:
-    """Return the same inputs for another placement, None for none; None where the costs do not know its stages."""
-    source = inputs.source
-    if placement is None:
+def placed(inputs: Inputs, placement: Placement) -> Inputs | None:
+    """Return the same inputs for another placement than the usual one.
+
+    Each place has several equal parts of its layers; None where these do not divide.
+    """
+    source, chunks = inputs.source, placement.stages_per_place
+    if placement.is_usual:
         return inputs
-    there = None if isinstance(source, Measured) else chunked(source, inputs.sequences, placement)
-    if there is None:
-        return None
-    cost, memory = there
-    request = replace(inputs.request, stages=len(placement.stages), placement=placement, memory=memory)
+    cost: Cost
+    memory: MemoryModel | None
+    if isinstance(source, Analytic):
+        if any(count % chunks for count in source.layers):
+            return None
+        layout = source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
+        cost, memory = layout.cost(inputs.sequences), layout.memory(inputs.sequences)
+    else:
+        whole = source.memory(inputs.sequences)
+        cost = Parts(source.cost(inputs.sequences), placement)
+        memory = None if whole is None else memory_of_parts(whole, placement)
+    request = replace(inputs.request, stages=placement, memory=memory)
     return replace(inputs, parts=cost, request=request)
 
 
 def unplaced(inputs: Inputs) -> Inputs | None:
     """Return the same inputs with one stage on each place; None where these were not measured."""
     request, source = inputs.request, inputs.source
-    if request.placement is None:
+    if request.placement.is_usual:
         return inputs
     if isinstance(source, Measured):
         return None
     memory = source.memory(inputs.sequences)
-    return replace(inputs, parts=None, request=replace(request, stages=source.stages, placement=None, memory=memory))
+    return replace(inputs, parts=None, request=replace(request, stages=source.stages, memory=memory))
 
 
 def choose_placed(inputs: Inputs, search_s: float) -> Plan:
@@ -96,11 +108,8 @@ def choose_placed(inputs: Inputs, search_s: float) -> Plan:
     each = search_s / (1 + len(others))
     best = alone = choose_plan(inputs, search_s=each)
     for there in others.values():
-        try:
-            plan = choose_plan(there, search_s=each)
-        except ConfigError:  # it does not fit
-            continue
-        if plan.step_s < min(best.step_s, alone.step_s * (1 - GAIN)):
+        plan = plan_if_fits(there, search_s=each)
+        if plan is not None and plan.step_s < min(best.step_s, alone.step_s * (1 - GAIN)):
             best = plan
     if best is alone:
         return alone

@@ -65,10 +65,9 @@ class Encoding:
         try:
             encoded = load(self.tokenizer).encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:  # the package raises no other class
-            message = (
+            raise ConfigError(
                 f"--tokenizer: got {self.tokenizer} ({short(error)}), must have tokens for every text, use another one"
-            )
-            raise ConfigError(message) from error
+            ) from error
         return [numpy.array(found.ids, dtype=self.dtype) for found in encoded]
 
 
@@ -97,10 +96,9 @@ def encoding_of(tokenizer: str | None, sentences: bool, append_eod: str | None) 
         raise ConfigError("--append-eod: got it beside --split-sentences, must be without, use one of them")
     if tokenizer is None:
         if append_eod:
-            message = (
+            raise ConfigError(
                 f'--append-eod: got "{append_eod}", must be a token of --tokenizer, use it without a token for bytes'
             )
-            raise ConfigError(message)
         return Encoding(SENTENCE_VOCABULARY, None, True) if sentences else Encoding(BYTE_VOCABULARY, END_OF_DOCUMENT)
     ids = load(tokenizer).get_vocab(with_added_tokens=True)
     end = None if append_eod is None else _end(append_eod or _eos_token(tokenizer), ids, tokenizer)

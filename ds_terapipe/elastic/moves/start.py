@@ -66,20 +66,18 @@ def as_planned(settings: TokenPipelineConfig, watchdog: Watchdog) -> TokenPipeli
         return settings
     consensus = Consensus(watchdog)
 
-    def read() -> Placement | None:
+    def read() -> Placement:
         with named(f"{TOKEN_PIPELINE}.plan_path"):
             return Plan.load(path).placement
 
     try:
-        placement: Placement | None = consensus.decide(read)
+        placement: Placement = consensus.decide(read)
     finally:
         close_groups([consensus.group], consensus)
-    if placement is None:
+    if placement.is_plain:
         return settings
     for name in ("interleaved", "v"):
-        there = settings.model_copy(
-            update={"stages_per_place": len(placement.stages) // placement.places, "placement": name}
-        )
+        there = settings.model_copy(update={"stages_per_place": placement.stages_per_place, "placement": name})
         if [stage.place for stage in placement.stages] == list(places_of(placement.places, there)):
             return there
     return settings

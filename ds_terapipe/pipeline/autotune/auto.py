@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_terapipe.config import TokenPipelineConfig
-from ds_terapipe.errors import named
-from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
-from ds_terapipe.pipeline.autotune.meter import StepMeter
 from ds_terapipe.pipeline.autotune.planner import Planner, Shape
-from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, check_plan, mismatch
-from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan, named_schedule
-from ds_terapipe.pipeline.autotune.trials import SHORTEST, TRIALS, Steps, StepTime, Turn, measured_steps, planned_steps
-from ds_terapipe.plan.costs.layers import LayerSeconds
+from ds_terapipe.pipeline.autotune.run_info import given_plan, mismatch
+from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
+from ds_terapipe.pipeline.autotune.trials import SHORTEST, TRIALS, Steps, Turn, measured_steps, planned_steps
 from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.tracing.chrome import Event
 
@@ -28,46 +23,20 @@ class AutoSlices:
     planned from the known costs.
 
     Args:
-        config: the block ``token_pipeline``.
-        run: facts of the run.
-        agree: brings rank 0's decisions to all ranks.
-        meter: measures the memory of a step.
-        say: writes a line into the log, on rank 0.
-        layers: returns the times of single layers in trials that timed them; collective.
+        planner: makes the plans.
     """
 
-    def __init__(
-        self,
-        config: TokenPipelineConfig,
-        run: RunInfo,
-        agree: Agreement,
-        meter: StepMeter,
-        say: Callable[[str], None],
-        layers: Callable[[], LayerSeconds | None] = lambda: None,
-    ) -> None:
-        self._config, self._run, self._say = config, run, say
-        self._schedule = named_schedule(config)
+    def __init__(self, planner: Planner) -> None:
+        self._planner, self._say, config = planner, planner.say, planner.config
         self._steps: dict[Shape, Steps] = {}
         self._turns: dict[Shape, Turn] = {}  # the next one of each
         self._shape: Shape | None = None  # of the step that was cut last, None if it was no turn
         self._missed = 0  # steps since the last measured one
         self._given: Plan | None = None
         if config.plan_path is not None:
-            self._given = plan = agree(self._load_plan)
-            say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
-        self._planner = Planner(
-            config, run, self._schedule, MemoryLimit(config, run, self._schedule, agree, meter), agree, say, layers
-        )
-        if self._given is not None:
-            self._adopt(self._given)
-
-    def _load_plan(self) -> Plan:
-        config, path = self._config, self._config.plan_path
-        assert path is not None
-        with named("token_pipeline.plan_path"):
-            plan = Plan.load(path)
-        check_plan(plan, self._run, config.schedule, config.memory_gb, path)
-        return plan
+            self._given = plan = planner.agree(lambda: given_plan(config, planner.run))
+            self._say(f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {config.plan_path}")
+            self._adopt(plan)
 
     def plan(self, lengths: Sequence[int], everywhere: Sequence[int]) -> SlicePlan:
         """Return the slice plan for these lengths; ``everywhere``: of all pipelines. Collective if it plans."""
@@ -80,7 +49,7 @@ class AutoSlices:
             return self._unmeasured(lengths) if turn.plan is None else _scaled(turn.plan, lengths, longest)
         if turn.plan is None:
             self._missed = 0
-            self._planner.limit.watch(turn.counts)
+            self._planner.limit.meter.watch(turn.counts)
         self._shape = shape
         return turn.slices
 
@@ -126,21 +95,21 @@ class AutoSlices:
 
     def _say_why(self, shape: Shape) -> None:
         """Log that the plan of ``plan_path`` is not used, if it is for other sequences."""
-        given = self._given
+        given, (length, micro_batches) = self._given, shape
         if given is not None and (given.seq_length, given.micro_batches) != shape:
+            theirs = f"{given.micro_batches} micro-batches of {given.seq_length} tokens"
             self._say(
-                f"plan: {self._config.plan_path} is for {given.micro_batches} micro-batches of {given.seq_length} tokens, not "
-                f"for these {shape[1]} of {shape[0]}"
+                f"plan: {self._planner.config.plan_path} is for {theirs}, not for these {micro_batches} of {length}"
             )
 
     def _unmeasured(self, lengths: Sequence[int]) -> SlicePlan:
         """Return a slice plan for steps of unknown cost."""
-        return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._schedule)
+        return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._planner.schedule)
 
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
         if self._shape is not None:
-            self._turns[self._shape] = self._steps[self._shape].send(StepTime(events, seconds))
+            self._turns[self._shape] = self._steps[self._shape].send((events, seconds))
 
     def _plans(self) -> list[Plan]:
         return [turn.plan for turn in self._turns.values() if turn.plan is not None]
@@ -154,8 +123,8 @@ class AutoSlices:
         for data in (state or {}).get("plans", ()):
             plan = Plan.from_dict(data, "checkpoint")
             # a run may change its number of micro-batches, and has a plan for each
-            alike = dataclasses.replace(self._run, micro_batches=plan.micro_batches)
-            other = mismatch(plan, alike, self._config.schedule, self._config.memory_gb)
+            alike = dataclasses.replace(self._planner.run, micro_batches=plan.micro_batches)
+            other = mismatch(plan, alike, self._planner.config.schedule, self._planner.config.memory_gb)
             what = f"{compact(plan.slices)} tokens, {plan.schedule}, from the checkpoint"
             there = self._turns.get((plan.seq_length, plan.micro_batches))
             if other is not None:

@@ -9,21 +9,22 @@ from typing import Any
 import deepspeed
 import torch
 
-from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.json_files import check_writable
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.auto import AutoSlices
-from ds_terapipe.pipeline.autotune.meter import StepMeter
+from ds_terapipe.pipeline.autotune.memory_limit import StepMeter
+from ds_terapipe.pipeline.autotune.planner import Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
-from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, named_schedule
+from ds_terapipe.pipeline.autotune.slice_plan import FixedSlices, configured_slices, named_schedule
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.recording.accounting import StepMemory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import emit
 from ds_terapipe.pipeline.transport.consensus import Consensus
-from ds_terapipe.plan.costs.layers import LayerSeconds
-from ds_terapipe.plan.placed import placement_dict, unlike_plain
+from ds_terapipe.plan.placed import placement_field
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.refusals import cuts
 from ds_terapipe.version import __version__
 
@@ -35,8 +36,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     sum over slices.
     """
     config = _settings(engine)
-    fixed = config.slices != AUTO or (engine.num_stages == 1 and config.plan_path is None)
-    slices = 1 if fixed and config.slices == AUTO else config.slices
+    slices = configured_slices(config, engine.num_stages)
     if cuts(slices):
         consensus.agree(_by_frequency(engine))
     if not isinstance(slices, str):
@@ -44,7 +44,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
     path = config.measurements_path
     if path is not None:
         consensus.decide(lambda: check_writable("token_pipeline.measurements_path", path, "e.g. costs.json"))
-    return AutoSlices(
+    planner = Planner(
         config,
         _run_info(engine, consensus),
         consensus.decide,
@@ -52,6 +52,7 @@ def new_slicer(engine: Any, consensus: Consensus, memory: StepMemory, layers: La
         emit if engine.global_rank == 0 else lambda line: None,
         lambda: _layer_seconds(engine, consensus, layers),
     )
+    return AutoSlices(planner)
 
 
 def follow_micro_batch(engine: Any) -> None:
@@ -122,18 +123,16 @@ def _run_info(engine: Any, consensus: Consensus) -> RunInfo:
         "weight_gradients": "micro_batch" if engine.makes_weight_gradients_once() else "slice",
         "checkpoint_interval": engine.module.activation_checkpoint_interval,
         "autocast": bool(engine.torch_autocast_enabled()),
+        **placement_field(engine.placement),
     }
     if engine._runtime.multiple > 1:
         measured_on["sequence_parallel"] = engine._runtime.multiple
-    if (unlike := unlike_plain(engine.placement)) is not None:
-        measured_on["placement"] = placement_dict(unlike)
     return RunInfo(
-        stages=len(engine.placement.stages),
+        placement=engine.placement,
         sequences=engine.train_micro_batch_size_per_gpu(),
         micro_batches=engine.micro_batches,
         weights_once=engine.makes_weight_gradients_once(),
         loss_of_whole=not runs_per_slice(engine.module.loss_fn),
-        placement=engine.placement,
         multiple=engine._runtime.multiple,
         measured_on=measured_on,
     )

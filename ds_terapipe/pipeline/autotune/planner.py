@@ -7,15 +7,16 @@ from collections.abc import Callable, Sequence
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, named
-from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit
+from ds_terapipe.pipeline.autotune.memory_limit import MemoryLimit, StepMeter
 from ds_terapipe.pipeline.autotune.run_info import Agreement, RunInfo, differences
+from ds_terapipe.pipeline.autotune.slice_plan import named_schedule
 from ds_terapipe.plan.choose import can_choose, choose, plan_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
-from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.measure import RecordedStep, measured_cost, overhead
 from ds_terapipe.plan.parts import advice_on_two_stages
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan
+from ds_terapipe.plan.stages import LayerSeconds
 
 SEARCH_S = 10.0  # of an order, on rank 0, while the others wait;
 OF_TIMEOUT = 0.1  # at most this share of the time for which they may
@@ -31,9 +32,8 @@ class Planner:
     Args:
         config: the block ``token_pipeline``.
         run: facts of the run.
-        schedule: schedule of the trials.
-        limit: the memory limit.
         agree: brings rank 0's decisions to all ranks.
+        meter: measures the memory of a step.
         say: writes a line into the log, on rank 0.
         layers: returns the times of single layers in trials that timed them; collective.
     """
@@ -42,13 +42,13 @@ class Planner:
         self,
         config: TokenPipelineConfig,
         run: RunInfo,
-        schedule: str,
-        limit: MemoryLimit,
         agree: Agreement,
+        meter: StepMeter,
         say: Callable[[str], None],
-        layers: Callable[[], LayerSeconds | None],
+        layers: Callable[[], LayerSeconds | None] = lambda: None,
     ) -> None:
-        self.config, self.run, self.schedule, self.limit = config, run, schedule, limit
+        self.config, self.run, self.schedule = config, run, named_schedule(config)
+        self.limit = MemoryLimit(config, run, self.schedule, agree, meter)
         self.agree, self.say, self._layers, self._advised = agree, say, layers, False
         self.granularity = math.lcm(config.granularity, run.multiple)
         self.cost: MeasuredCost | None = None
@@ -143,7 +143,7 @@ class Planner:
         config, run, limit = self.config, self.run, self.limit
         return Request(
             seq_length=shape[0],
-            stages=run.stages,
+            stages=run.placement,
             micro_batches=shape[1],
             schedule=config.schedule,
             granularity=self.granularity,
@@ -153,7 +153,6 @@ class Planner:
             memory_gb=limit.limit_gb if limit.model is not None else None,
             limit_name=limit.limit_name,
             weights_once=run.weights_once,
-            placement=run.placement,
             overhead_s=cost.overhead_s,
             about=dict(run.measured_on),
             search_s=min(SEARCH_S, OF_TIMEOUT * config.timeout_s),

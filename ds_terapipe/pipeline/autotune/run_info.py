@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from ds_terapipe.config import AUTO
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.config import AUTO, TokenPipelineConfig
+from ds_terapipe.errors import ConfigError, named, shown
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.placed import placement_text
@@ -20,24 +20,27 @@ class RunInfo:
     """Facts of a run that a plan is made for; the same on all ranks.
 
     Attributes:
-        stages: number of pipeline stages; a place may have several.
+        placement: of the stages; a place may have several.
         sequences: in a micro-batch.
         micro_batches: in a step.
         weights_once: weight gradients are made once per micro-batch where it is cut.
         loss_of_whole: the loss is made of a micro-batch's whole outputs.
         measured_on: model, types, devices, versions, ...: measurements hold where this is the same.
-        placement: of the stages; None: one on each place.
         multiple: number of tokens that every slice must be a multiple of.
     """
 
-    stages: int
+    placement: Placement
     sequences: int
     micro_batches: int
     weights_once: bool
     loss_of_whole: bool
     measured_on: Mapping[str, Any] = field(default_factory=dict)
-    placement: Placement | None = None
     multiple: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.placement.stages)
 
     def lengths(self, total: int, slices: int | Sequence[int]) -> tuple[int, ...]:
         """Return the lengths of the slices of a sequence."""
@@ -71,14 +74,23 @@ def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -
     return None
 
 
-def check_plan(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None, path: str) -> None:
-    """Raise ConfigError if the plan of ``token_pipeline.plan_path`` is for another run."""
-    found = mismatch(plan, run, schedule, memory_gb)
+def given_plan(config: TokenPipelineConfig, run: RunInfo) -> Plan:
+    """Return the plan of ``token_pipeline.plan_path``.
+
+    Raises:
+        ConfigError: it cannot be read, or is for another run.
+    """
+    path = config.plan_path
+    assert path is not None
+    with named("token_pipeline.plan_path"):
+        plan = Plan.load(path)
+    found = mismatch(plan, run, config.schedule, config.memory_gb)
     if found is not None:
         raise ConfigError(
             f"token_pipeline.plan_path: {path} is for {found.theirs}, must be for {found.ours}, "
             "use a plan made for it or leave plan_path out"
         )
+    return plan
 
 
 def differences(there: Any, here: Any, name: str = "") -> list[str]:

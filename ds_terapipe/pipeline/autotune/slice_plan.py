@@ -19,6 +19,12 @@ def named_schedule(config: TokenPipelineConfig) -> str:
     return DEFAULT_SCHEDULE if config.stages_per_place == 1 else INTERLEAVED
 
 
+def configured_slices(config: TokenPipelineConfig, stages: int) -> int | list[int] | str:
+    """Return the configured slices; one for a stage alone without a plan, which has nothing to choose between."""
+    alone = config.slices == AUTO and stages == 1 and config.plan_path is None
+    return 1 if alone else config.slices
+
+
 class SlicePlan(NamedTuple):
     """Slices of a step's micro-batches and their schedule, and the measurements of the step that decide something.
 

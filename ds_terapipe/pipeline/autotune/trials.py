@@ -39,14 +39,8 @@ class Turn(NamedTuple):
     counts: bool = False
 
 
-class StepTime(NamedTuple):
-    """A step that was run: its events, on rank 0 if it was recorded, and its wall time."""
-
-    events: Sequence[Event]
-    seconds: float
-
-
-Steps = Generator[Turn, StepTime, None]
+Steps = Generator[Turn, tuple[Sequence[Event], float], None]
+"""Each step that was run is sent in: its events, on rank 0 if it was recorded, and its wall time in seconds."""
 
 
 def measured_steps(shape: Shape, planner: Planner) -> Steps:
@@ -91,8 +85,8 @@ def planned_steps(plan: Plan, planner: Planner, rivals: Sequence[Plan] = ()) -> 
     for turn in range(TURNS):
         for place in range(len(plans)):
             index = (turn + place) % len(plans)
-            step = yield Turn(slice_plan(plans[index])._replace(timed=True), plan)
-            taken[index].append(step.seconds)
+            _, seconds = yield Turn(slice_plan(plans[index])._replace(timed=True), plan)
+            taken[index].append(seconds)
 
     def decide() -> Plan:
         fastest, index = min(taken[0]), winner(taken, WORSE)

@@ -19,9 +19,14 @@ WEIGHT, GRADIENT, OPTIMIZER = 2.0, 2.0, 12.0
 
 
 def analytic_memory(
-    model: Model, layers: Sequence[int], tensor_parallel: int = 1, sequences: int = 1, weights_once: bool = True
+    model: Model,
+    layers: Sequence[int],
+    tensor_parallel: int = 1,
+    sequences: int = 1,
+    weights_once: bool = True,
+    optimizer_shards: int | None = None,
 ) -> MemoryModel:
-    """The memory of micro-batches of ``sequences`` sequences; ``fixed`` is 0, see `fixed_bytes`.
+    """The memory of micro-batches of ``sequences`` sequences.
 
     Args:
         model: its layers; with a vocabulary also the logits and their 32-bit copy on the last stage.
@@ -29,6 +34,8 @@ def analytic_memory(
         tensor_parallel: devices that share each layer.
         sequences: in a micro-batch.
         weights_once: weight gradients are made once per micro-batch; else they are summed in 32 bit.
+        optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1). None: weights, gradients and Adam's state
+            are not counted.
     """
     last = len(layers) - 1
     hidden, ffn, groups = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size, model.num_query_groups
@@ -43,8 +50,10 @@ def analytic_memory(
     gradients = (attention + keys) + hidden + gates * inner + hidden
     logits = (_HALF + _FULL) * model.vocab_size / tensor_parallel
     stages = []
-    parameters = _parameters(model, layers, tensor_parallel)
+    kept = 0.0 if optimizer_shards is None else WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
+    table = model.hidden_size * model.vocab_size  # on the first and on the last stage
     for stage, count in enumerate(layers):
+        parameters = (count * model.layer_parameters + table * (stage in (0, last))) / tensor_parallel
         stages.append(
             StageMemory(
                 activations=sequences * (count * (whole + shared) + (logits if stage == last else hidden * _HALF)),
@@ -53,29 +62,8 @@ def analytic_memory(
                 weight_gradients=sequences * count * (inputs + gradients) * _HALF,
                 received=sequences * hidden * _HALF if stage > 0 else 0.0,
                 sent=sequences * hidden * _HALF if stage < last else 0.0,
-                gradient_sums=0.0 if weights_once else _FULL * parameters[stage],
+                fixed=kept * parameters,
+                gradient_sums=0.0 if weights_once else _FULL * parameters,
             )
         )
     return MemoryModel(tuple(stages))
-
-
-def fixed_bytes(
-    model: Model, layers: Sequence[int], tensor_parallel: int = 1, optimizer_shards: int = 1
-) -> tuple[float, ...]:
-    """Weights, gradients and Adam's state of each stage, in bytes of one device.
-
-    Args:
-        model, layers, tensor_parallel: as in `analytic_memory`; a vocabulary's table is on the first and the last stage.
-        optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1).
-    """
-    each = WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
-    return tuple(each * count for count in _parameters(model, layers, tensor_parallel))
-
-
-def _parameters(model: Model, layers: Sequence[int], tensor_parallel: int) -> tuple[float, ...]:
-    """Return the number of parameters of each stage on one device."""
-    last, table = len(layers) - 1, model.hidden_size * model.vocab_size
-    return tuple(
-        (count * model.layer_parameters + (table if stage in (0, last) else 0)) / tensor_parallel
-        for stage, count in enumerate(layers)
-    )

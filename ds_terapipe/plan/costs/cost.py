@@ -9,6 +9,7 @@ more context never take less time, whatever the noise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -18,9 +19,9 @@ from numpy.typing import NDArray
 from ds_terapipe.errors import ConfigError, named
 from ds_terapipe.json_files import Fields, read_json, write_json
 from ds_terapipe.plan.costs.fit import nonnegative_least_squares
-from ds_terapipe.plan.costs.layers import LayerSeconds
-from ds_terapipe.plan.costs.memory import MemoryModel, model_dict, model_from
+from ds_terapipe.plan.costs.memory import MemoryModel, model_from
 from ds_terapipe.plan.placed import placement_from
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.schedule import Placement
 
 FORMAT = "ds_terapipe costs 1"
@@ -188,8 +189,8 @@ class MeasuredCost:
         return None if limit is None else float(limit)
 
     @property
-    def placement(self) -> Placement | None:
-        """Placement of the measured stages; None: one on each place."""
+    def placement(self) -> Placement:
+        """Placement of the measured stages."""
         return placement_from(Fields(self.measured_on, "costs: measured_on"), self.stages)
 
     @property
@@ -250,8 +251,8 @@ class MeasuredCost:
             ],
             "messages": [{"points": [list(point) for point in curve.points]} for curve in self._messages],
             "loss": [list(self.loss)],
-            "memory": None if self.memory is None else model_dict(self.memory),
-            "layers": None if self.layers is None else self.layers.to_dict(),
+            "memory": None if self.memory is None else asdict(self.memory),
+            "layers": None if self.layers is None else asdict(self.layers),
         }
 
     def save(self, path: str | Path) -> None:
@@ -274,8 +275,7 @@ class MeasuredCost:
         about = Fields(fields.block("measured_on"), fields.path("measured_on"))
         placement, layers = placement_from(about, len(stages)), None
         if fields.value("layers") is not None:
-            places = len(stages) if placement is None else placement.places
-            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), places)
+            layers = LayerSeconds.from_fields(Fields(fields.block("layers"), fields.path("layers")), placement.places)
         about.number(_OVERHEAD, "e.g. 0", default=0.0)
         if about.value(_LIMIT) is not None:
             about.number(_LIMIT, "null for no limit")

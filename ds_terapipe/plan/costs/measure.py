@@ -17,8 +17,8 @@ import numpy as np
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
-from ds_terapipe.plan.costs.layers import LayerSeconds
 from ds_terapipe.plan.costs.memory import MemoryModel
+from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.schedule import Action, Op
 from ds_terapipe.tracing.chrome import Event
 

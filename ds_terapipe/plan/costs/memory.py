@@ -22,10 +22,10 @@ forward, and the last few activations sent. Stages on one place add up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -206,17 +206,8 @@ def memory_use_from(fields: Fields) -> MemoryUse:
     return MemoryUse(*(fields.number(line, default=_SINCE.get(line)) for line in MemoryUse._fields))
 
 
-def model_dict(model: MemoryModel) -> dict[str, Any]:
-    """The model as a file holds it."""
-    return {
-        "stages": [asdict(stage) for stage in model.stages],
-        "posted_ahead": model.posted_ahead,
-        "sent_kept": model.sent_kept,
-    }
-
-
 def model_from(fields: Fields) -> MemoryModel:
-    """The inverse of `model_dict`. Raises ConfigError, one line with file, field and expectation."""
+    """The inverse of `dataclasses.asdict`. Raises ConfigError, one line with file, field and expectation."""
     names = [each.name for each in dataclass_fields(StageMemory)]
     stages = tuple(
         StageMemory(*(block.number(name, "bytes per token", _SINCE.get(name)) for name in names))

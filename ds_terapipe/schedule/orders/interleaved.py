@@ -17,26 +17,20 @@ from ..actions import Action, Unit
 from ..placement import Placement
 from .one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from .registry import Schedule, held_by, register
-from .rounds import Around, in_turn
+from .rounds import around, in_turn
 from .units import ascending, descending
 
 
 def _order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
-    around = _around(placement, slices)
-    return ONE_FORWARD_ONE_BACKWARD.order(placement, slices) if around is None else around.rows(placement)
-
-
-def _around(placement: Placement, slices: Sequence[int]) -> Around | None:
-    """Return blocks of as many units as there are places; None where the units are no whole blocks, or do not go around."""
     places, forward, backward = placement.places, ascending(slices), descending(slices)
     if not in_turn(placement) or len(forward) % places:
-        return None
+        return ONE_FORWARD_ONE_BACKWARD.order(placement, slices)
 
     def blocks(units: Sequence[Unit]) -> list[Sequence[Unit]]:
         return [units[start : start + places] for start in range(0, len(units), places)]
 
     # two units for each place below: with one, a place would wait for a message while its own is waited for
-    return Around(blocks(forward), blocks(backward), ahead=2)
+    return around(placement, blocks(forward), blocks(backward), ahead=2)
 
 
 INTERLEAVED = register(Schedule("interleaved", _order, held_by(_order)))

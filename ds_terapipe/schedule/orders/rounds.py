@@ -9,7 +9,6 @@ unit more on the way. Megatron and Seq1F1B (arXiv 2406.03488) have two, which ta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..actions import Action, Op, Unit
 from ..placement import Placement
@@ -23,31 +22,28 @@ def in_turn(placement: Placement) -> bool:
     return each and len(placement.stages) % places == 0
 
 
-class Around(NamedTuple):
-    """Units that go around the places in groups.
+def around(
+    placement: Placement, forward: Sequence[Sequence[Unit]], backward: Sequence[Sequence[Unit]], ahead: int
+) -> list[list[Action]]:
+    """Return the passes on each place of units that go around the places in groups.
 
-    Attributes:
+    Args:
+        placement: of the stages.
         forward, backward: the units of each group.
         ahead: units that each place has on the way beyond those of the next one.
     """
-
-    forward: Sequence[Sequence[Unit]]
-    backward: Sequence[Sequence[Unit]]
-    ahead: int
-
-    def rows(self, placement: Placement) -> list[list[Action]]:
-        """The passes on each place."""
-        rows = (alternate(*self._passes(placement, place)) for place in range(placement.places))
-        return [[a for a in row if a.op is Op.FORWARD or placement.goes_backward(a.stage)] for row in rows]
-
-    def _passes(self, placement: Placement, place: int) -> tuple[list[Action], list[Action], int]:
-        """Return forwards and backwards, and how many forwards come before the first pair of both."""
+    rows = []
+    for place in range(placement.places):
         stages = placement.stages_on(place)
-        forward = [Action(Op.FORWARD, stage, unit) for group in self.forward for stage in stages for unit in group]
-        backward = [Action(Op.BACKWARD, s, unit) for group in self.backward for s in stages[::-1] for unit in group]
-        at = {action[1:]: index for index, action in enumerate(forward)}
-        own = max(at[action[1:]] - index for index, action in enumerate(backward))
-        return forward, backward, min(len(forward), own + self.ahead * (placement.places - place - 1))
+        forwards = [Action(Op.FORWARD, stage, unit) for group in forward for stage in stages for unit in group]
+        backwards = [Action(Op.BACKWARD, s, unit) for group in backward for s in stages[::-1] for unit in group]
+        at = {action[1:]: index for index, action in enumerate(forwards)}
+        own = max(at[action[1:]] - index for index, action in enumerate(backwards))
+        # so many forwards come before the first pair of both
+        warm_up = min(len(forwards), own + ahead * (placement.places - place - 1))
+        row = alternate(forwards, backwards, warm_up)
+        rows.append([a for a in row if a.op is Op.FORWARD or placement.goes_backward(a.stage)])
+    return rows
 
 
 def fits(placement: Placement) -> bool:
@@ -66,4 +62,4 @@ def order(placement: Placement, slices: Sequence[int]) -> list[list[Action]]:
             groups.append([])
         groups[-1].append(unit)
     backward = [sorted(group, key=lambda unit: (unit.micro_batch, -unit.slice)) for group in groups]
-    return Around(groups, backward, ahead=1).rows(placement)
+    return around(placement, groups, backward, ahead=1)

@@ -42,7 +42,7 @@ def placed(row_of: RowOf, placement: Placement, slices: Sequence[int]) -> list[l
     """The computations of a step on each place."""
     parts = segments(placement)
     rows = [row_of(index, len(parts), slices) for index in range(len(parts))]
-    if placement.is_plain and not placement.forward_only:
+    if placement.is_usual:
         return rows
     if not placement.is_plain:
         rows = _merged(rows, parts, placement)

@@ -27,7 +27,8 @@ KNOWN = (
     Known("a plan's slices are made equal", _AUTO, _BEGIN, "        cut = turn.slices\n"
           "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n", _CUTTING +
           "'planned_is_what_runs and measurements'"),
-    Known("a plan's schedule is not used", _AUTO, _BEGIN, "        return turn.slices._replace(schedule=self._schedule)\n",
+    Known("a plan's schedule is not used", _AUTO, _BEGIN,
+          "        return turn.slices._replace(schedule=self._planner.schedule)\n",
           _CUTTING + "'planned_is_what_runs and plan]'"),
     Known("the engine cuts equally", "pipeline.batch", "slice_lengths(length, slices, self",
           "slice_lengths(length, slices if isinstance(slices, int) else len(slices), self",
