@@ -129,7 +129,7 @@ class Mover:
         stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
         places = places_for(engine, shape.stages)
-        refuse_split(trained, parts, POLICY, ', or "off"', places)
+        refuse_split(trained, parts, places, POLICY, ', or "off"')
         reshape = Reshape(engine.module, engine.basic_optimizer, engine._consensus, engine.device, layer_dtype(engine))
         reshape.prepare(resized(engine.module._topo, shape.stages), parts, places)
         return reshape

@@ -105,7 +105,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
         weights = wants._replace(states=False, parts=None)
-        self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
+        self.check_files(engine, folder, topology, chunks.parts, chunks.places, weights, beside)
         return True, True
 
     def state(self, engine: Any) -> dict[str, Any]:

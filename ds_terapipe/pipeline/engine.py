@@ -92,7 +92,7 @@ class TokenPipelineEngine(PipelineEngine):
         self._clock = Clock(self.device)
         self._shared = shared_weights(self.module, self._consensus)
         chunks = ModelChunks(self.module)
-        refuse_split(self._shared, chunks.parts, "model", places=chunks.places if chunks.is_placed else None)
+        refuse_split(self._shared, chunks.parts, chunks.places, "model")
         self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
         weakref.finalize(self, self._trace.close)
         self._memory = new_memory(self.device)

@@ -49,13 +49,11 @@ class Share(NamedTuple):
     replicas: int
 
     @classmethod
-    def of(
-        cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None
-    ) -> Share:
+    def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int]) -> Share:
         """Return the share of a rank if the stages begin at the entries ``parts``; ``places``: as in `ModelChunks`."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
-        entries = tuple(chain(*ranges_on(at.pipe, parts, range(len(parts) - 1) if places is None else places)))
+        entries = tuple(chain(*ranges_on(at.pipe, parts, places)))
         tensors = max(topology.get_dim("model"), 1)
         return cls(
             entries,

@@ -119,7 +119,7 @@ class Reshape:
         self._layers: dict[str, nn.Module] = {}
         self.sent_bytes = 0
 
-    def prepare(self, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None) -> None:
+    def prepare(self, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int]) -> None:
         """Build this rank's layers for other entries, and another topology or placement; collective.
 
         Args:
@@ -132,7 +132,7 @@ class Reshape:
         said = self._gather()
         self._consensus.together(lambda: _settings(said))
         held, place = _held(said), topology.get_coord(self._rank).pipe
-        entries = _entries_on(place, parts, range(len(parts) - 1) if places is None else places)
+        entries = _entries_on(place, parts, places)
         # an error of a user's layer must not leave the others waiting
         self._consensus.together(lambda: self._build(held, entries))
 
@@ -153,7 +153,7 @@ class Reshape:
         for name, of in owner.items():
             self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
-            reassemble(self._module, self._topology, self._parts, layers, self._places)
+            reassemble(self._module, self._topology, self._parts, self._places, layers)
         leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
