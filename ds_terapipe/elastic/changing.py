@@ -99,7 +99,8 @@ class Mover:
             freed = self._freezing.freeze(engine, change.frozen)
             sent = 0
             if reshape is not None:
-                self._freezing.norms.share(engine._consensus)
+                norms = self._freezing.norms
+                norms.load(norms.state(engine._consensus))  # a layer's new owner needs the sums so far
                 sent = self._reshape(engine, new, reshape, bucket)
             elif bucket is not None:
                 engine.optimizer = wrapped(engine, engine.basic_optimizer, engine.optimizer, bucket)
