@@ -251,7 +251,6 @@ class TokenPipelineEngine(PipelineEngine):
         save = super().save_checkpoint
         return self._checkpointer.save(self, save, save_dir, tag, client_state or {}, save_latest, *args, **kw)
 
-    @resuming
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Override ``PipelineEngine.load_checkpoint``: check the files first, and use a plan in the checkpoint again.
 
@@ -259,7 +258,8 @@ class TokenPipelineEngine(PipelineEngine):
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
         refuse_ended(self._watchdog)
-        return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
+        with resuming(self):
+            return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
 
     def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
         """Restore a checkpoint that a killed job was replacing; collective.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_terapipe.errors import shown
@@ -15,27 +15,14 @@ logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
-def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``: rank 0 logs settings that differ.
-
-    In nested calls only the outermost does this.
-    """
-
-    @functools.wraps(load)
-    def loading(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_resumes" in vars(engine):
-            return load(engine, *args, **kwargs)
-        engine._resumes, before, step = True, _groups(engine), engine.global_steps
-        try:
-            found = load(engine, *args, **kwargs)
-        finally:
-            del engine._resumes
-        if engine.global_rank == 0 and engine.global_steps != step:
-            _say_settings(engine, before)
-            _say_samples(engine)
-        return found
-
-    return loading
+@contextmanager
+def resuming(engine: Any) -> Iterator[None]:
+    """Context manager around ``load_checkpoint``: rank 0 logs settings that differ."""
+    before, step = _groups(engine), engine.global_steps
+    yield
+    if engine.global_rank == 0 and engine.global_steps != step:
+        _say_settings(engine, before)
+        _say_samples(engine)
 
 
 def _say_samples(engine: Any) -> None:
