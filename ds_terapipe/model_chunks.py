@@ -34,6 +34,11 @@ def ranges_on(place: int, parts: Sequence[int], places: Sequence[int]) -> tuple[
     return tuple(range(*bounds) for bounds, of_stage in stages if of_stage == place)
 
 
+def entries_on(place: int, parts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
+    """Return all entries on a place."""
+    return tuple(chain(*ranges_on(place, parts, places)))
+
+
 class ModelChunks:
     """View of a module's layer list; the only reader of the range of entries that DeepSpeed gives a rank.
 

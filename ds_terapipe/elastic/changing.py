@@ -99,7 +99,8 @@ class Mover:
             freed = self._freezing.freeze(engine, change.frozen)
             sent = 0
             if reshape is not None:
-                self._freezing.norms.share(engine._consensus)
+                norms = self._freezing.norms
+                norms.load(norms.state(engine._consensus))  # a layer's new owner needs the sums so far
                 sent = self._reshape(engine, new, reshape, bucket)
             elif bucket is not None:
                 engine.optimizer = wrapped(engine, engine.basic_optimizer, engine.optimizer, bucket)
@@ -129,7 +130,7 @@ class Mover:
         stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
         places = places_for(engine, shape.stages)
-        refuse_split(trained, parts, POLICY, ', or "off"', places)
+        refuse_split(trained, parts, places, POLICY, ', or "off"')
         reshape = Reshape(engine.module, engine.basic_optimizer, engine._consensus, engine.device, layer_dtype(engine))
         reshape.prepare(resized(engine.module._topo, shape.stages), parts, places)
         return reshape

@@ -13,7 +13,7 @@ from ds_terapipe.elastic.changing import Change
 from ds_terapipe.elastic.moves.start import places_for
 from ds_terapipe.elastic.saved.named import NamedCheckpointer, put, users
 from ds_terapipe.elastic.saved.restore import about, read_by
-from ds_terapipe.elastic.saved.state import check, read_checked, resized
+from ds_terapipe.elastic.saved.state import check, read, resized
 from ds_terapipe.json_files import write_json
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
@@ -58,7 +58,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         folder, state, put_states = self.recover(engine, given.load_dir, given.tag), None, None
         if folder is not None:
             if not given.load_module_only:
-                state = self._consensus.decide(lambda: read_checked(folder))
+                state = self._consensus.decide(lambda: read(folder))
             wants = wanted(engine, given)
             if state is None:
                 put_states = self.check(engine, folder, wants)
@@ -105,7 +105,7 @@ class ElasticCheckpointer(NamedCheckpointer):
         read = read_by(state.get("optimizer") or [], engine.grid.get_slice_parallel_rank(), trained)
         beside = [part["file"] for part in read] if wants.states else []
         weights = wants._replace(states=False, parts=None)
-        self.check_files(engine, folder, topology, chunks.parts, weights, beside, chunks.places)
+        self.check_files(engine, folder, topology, chunks.parts, chunks.places, weights, beside)
         return True, True
 
     def state(self, engine: Any) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from ds_terapipe.elastic.data import ElasticData
 from ds_terapipe.elastic.freezing import LayerFreezing
 from ds_terapipe.elastic.moves.layers import drop_copies
 from ds_terapipe.elastic.moves.reshape import check_movable
+from ds_terapipe.elastic.moves.start import trained_sizes
 from ds_terapipe.elastic.optimizer import check_kept, check_steps, same_groups
 from ds_terapipe.elastic.policies.freeze import ModelLayers
 from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
 from ds_terapipe.elastic.report import ChangeReport
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig
-from ds_terapipe.elastic.shapes.costs import state_bytes, trained_sizes
+from ds_terapipe.elastic.shapes.costs import state_bytes
 from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
@@ -99,7 +100,9 @@ class ElasticController(Controller):
         """
         settings = self.settings
         self.data.start(engine)
-        self._sizes = trained_sizes(engine.module, engine._consensus)
+        sizes = trained_sizes(engine.module, engine._consensus)
+        # a tied layer counts with its first entry
+        self._sizes = [sizes.pop(prefix, 0) for prefix in ModelChunks(engine.module).prefixes]
         layers = ModelLayers(tuple(size > 0 for size in self._sizes))
         self.untrained = self._sizes.index(next(size for size in self._sizes if size))
         tensor, batch = engine.grid.model_parallel_size, engine.train_batch_size()

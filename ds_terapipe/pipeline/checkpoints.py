@@ -246,7 +246,7 @@ class Checkpointer:
             What loads the optimizer's state after the weights; None: DeepSpeed does.
         """
         chunks = ModelChunks(engine.module)
-        self.check_files(engine, folder, engine.module._topo, chunks.parts, wants, places=chunks.places)
+        self.check_files(engine, folder, engine.module._topo, chunks.parts, chunks.places, wants)
         return None
 
     def load_checked(
@@ -270,18 +270,17 @@ class Checkpointer:
         engine: Any,
         folder: Path,
         topology: ProcessTopology,
-        parts: Any,
+        parts: Sequence[int],
+        places: Sequence[int],
         wants: Wanted,
         beside: Iterable[str] = (),
-        places: Sequence[int] | None = None,
     ) -> bool:
         """Check the files that this rank is about to read, in the shape that it will have.
 
         Args:
             engine: the engine that loads them.
             folder: folder of the checkpoint.
-            topology, parts: the shape.
-            places: place of each stage; None: one stage on each.
+            topology, parts, places: the shape; see `ModelChunks`.
             wants: states to read beside weights.
             beside: names of further files.
 

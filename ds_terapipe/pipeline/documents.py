@@ -127,19 +127,6 @@ class Documents:
         rows = zip(begins, position, number, strict=True)
         return cls([np.stack([index[b], p[b], n[b]]).astype(np.int32) for b, p, n in rows], len(index))
 
-    def pack(self) -> Tensor:
-        """Return the documents as one tensor of int32; `unpack` is the inverse."""
-        counts = np.array([self.total, len(self.runs), *(runs.shape[1] for runs in self.runs)], dtype=np.int32)
-        return torch.from_numpy(np.concatenate([counts, *(runs.ravel() for runs in self.runs)]))
-
-    @classmethod
-    def unpack(cls, packed: Tensor) -> Documents:
-        """Return the documents that `pack` has packed."""
-        (total, rows), numbers = packed[:2].tolist(), packed.numpy()
-        ends = 2 + rows + 3 * np.cumsum(numbers[2 : 2 + rows])
-        parts = zip([2 + rows, *ends[:-1]], ends, strict=True)
-        return cls([numbers[start:end].reshape(3, -1).copy() for start, end in parts], total)
-
     @property
     def used(self) -> int:
         """Number of tokens up to the last one, of any row, that is not padding."""

@@ -5,7 +5,7 @@ DeepSpeed 0.19.8 asks an engine whether its rank is the first or last of the pip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,9 @@ from ds_terapipe.overrides import override
 
 def follow_places(engine: Any) -> None:
     """Have an engine, once it is built, answer by the places of its module's stages."""
-    override(engine, "is_first_stage", _is_first_stage)
-    override(engine, "is_last_stage", _is_last_stage)
-    override(engine, "_loss_stage_global_rank", _loss_stage_global_rank)
+    override(engine, "is_first_stage", lambda engine, original: ModelChunks(engine.module).has_first)
+    override(engine, "is_last_stage", lambda engine, original: ModelChunks(engine.module).has_last)
+    override(engine, "_loss_stage_global_rank", lambda engine, original: _rank_of_loss(engine))
 
 
 @contextmanager
@@ -30,13 +30,5 @@ def by_place(engine: Any) -> Iterator[None]:
         vars(engine).update(kept)
 
 
-def _is_first_stage(engine: Any, original: Callable[[], bool]) -> bool:
-    return ModelChunks(engine.module).has_first
-
-
-def _is_last_stage(engine: Any, original: Callable[[], bool]) -> bool:
-    return ModelChunks(engine.module).has_last
-
-
-def _loss_stage_global_rank(engine: Any, original: Callable[[], int]) -> int:
+def _rank_of_loss(engine: Any) -> int:
     return int(engine.grid.stage_to_global(ModelChunks(engine.module).places[-1]))

@@ -92,7 +92,7 @@ class TokenPipelineEngine(PipelineEngine):
         self._clock = Clock(self.device)
         self._shared = shared_weights(self.module, self._consensus)
         chunks = ModelChunks(self.module)
-        refuse_split(self._shared, chunks.parts, "model", places=chunks.places if chunks.is_placed else None)
+        refuse_split(self._shared, chunks.parts, chunks.places, "model")
         self._trace = new_trace(token_pipeline, self.num_stages, self._consensus)
         weakref.finalize(self, self._trace.close)
         self._memory = new_memory(self.device)
@@ -251,7 +251,6 @@ class TokenPipelineEngine(PipelineEngine):
         save = super().save_checkpoint
         return self._checkpointer.save(self, save, save_dir, tag, client_state or {}, save_latest, *args, **kw)
 
-    @resuming
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Override ``PipelineEngine.load_checkpoint``: check the files first, and use a plan in the checkpoint again.
 
@@ -259,7 +258,8 @@ class TokenPipelineEngine(PipelineEngine):
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
         refuse_ended(self._watchdog)
-        return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
+        with resuming(self):
+            return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
 
     def recover_checkpoint(self, folder: Any, tag: Any = None) -> Path | None:
         """Restore a checkpoint that a killed job was replacing; collective.

@@ -71,21 +71,20 @@ class MicroBatchLoss:
 
     def add(self, outputs: Any, *, keep_outputs: bool = False) -> None:
         """Add the outputs of the next slice; the last one makes the loss."""
+        if keep_outputs or not self._per_slice:
+            self._outputs.append(outputs)
+        complete = len(self._outputs) == len(self._spans)
         if self._per_slice:
-            self._add_term(outputs, keep_outputs)
-        elif len(self._spans) == 1:
-            self._outputs.append(outputs)
-            self.value = outputs if self._loss_fn is None else self._loss_fn(outputs, self._labels)
-        else:
-            self._outputs.append(outputs)
-            if len(self._outputs) == len(self._spans):
+            self._add_term(outputs)
+        elif complete:
+            if len(self._spans) > 1:
                 self._joined = self._join(requires_grad=torch.is_grad_enabled())
                 outputs = aliases(self._joined)
-                self.value = outputs if self._loss_fn is None else self._loss_fn(outputs, self._labels)
-        if keep_outputs and len(self._outputs) == len(self._spans):
+            self.value = outputs if self._loss_fn is None else self._loss_fn(outputs, self._labels)
+        if keep_outputs and complete:
             self.outputs = self._join(requires_grad=False)
 
-    def _add_term(self, outputs: Any, keep_outputs: bool) -> None:
+    def _add_term(self, outputs: Any) -> None:
         span = self._spans[len(self._terms)]
         labels = like(
             self._labels,
@@ -94,8 +93,6 @@ class MicroBatchLoss:
         term = self._loss_fn.token_sum(outputs, labels) / self._weight  # type: ignore[union-attr]
         self._terms.append(term)
         self.value = term.detach() if self.value is None else self.value + term.detach()
-        if keep_outputs:
-            self._outputs.append(outputs)
 
     def _join(self, *, requires_grad: bool) -> Any:
         if len(self._spans) == 1:
@@ -170,7 +167,6 @@ class StepLosses:
 
     Attributes:
         values: loss of each finished micro-batch, detached, in order of completion.
-        total: their sum; None without ``sums``.
         outputs: see ``keep_outputs``.
     """
 
@@ -187,7 +183,6 @@ class StepLosses:
         self._keep_outputs, self._sums = keep_outputs, sums
         self._open: dict[int, MicroBatchLoss] = {}
         self.values: list[Any] = []
-        self.total: Any = None
         self.outputs: Any = None
 
     def __len__(self) -> int:
@@ -203,15 +198,18 @@ class StepLosses:
         loss.add(outputs, keep_outputs=self._keep_outputs)
         if not self._batch.is_last_slice(unit):
             return
-        value = loss.value
-        detached = value.detach() if isinstance(value, Tensor) else [part.detach() for part in value]
-        self.values.append(detached)
+        self.values.append(like(loss.value, [part.detach() for part in as_tuple(loss.value)]))
         if self._keep_outputs:
             self.outputs = loss.outputs
-        if self._sums:
-            self._add_to_total(detached)
         if not torch.is_grad_enabled():
             del self._open[m]
+
+    @property
+    def total(self) -> Any:
+        """Sum of the losses; None without ``sums``."""
+        if not (self._sums and self.values):
+            return None
+        return like(self.values[0], [sum(of_all) for of_all in zip(*map(as_tuple, self.values), strict=True)])
 
     def waiting(self, unit: Unit) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return the tensors that wait for the backward of a unit whose outputs came last; see `MicroBatchLoss.waiting`."""
@@ -232,12 +230,6 @@ class StepLosses:
         batch = self._batch
         label_cuts = batch.label_cuts[m] if batch.label_cuts else None
         return MicroBatchLoss(self._loss_fn, batch.labels_of(m), label_cuts, self._output_cuts, batch.spans[m])
-
-    def _add_to_total(self, value: Any) -> None:
-        if isinstance(value, Tensor):
-            self.total = value.clone() if self.total is None else self.total + value
-        else:
-            self.total = value if self.total is None else [a + b for a, b in zip(self.total, value, strict=True)]
 
 
 def runs_per_slice(loss_fn: Callable[..., Any] | None) -> bool:

@@ -27,37 +27,27 @@ def keep_loss_state(engine: Any) -> None:
 
 
 def _module_state_dict(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    found = original(*args, **kwargs)
-    save_loss(engine, engine._curr_ckpt_path)
+    """Write the loss's state into the folder of a checkpoint too, from the first replica of the last stage."""
+    found, loss, checkpoints = original(*args, **kwargs), engine.module.loss_fn, engine.checkpoint_engine
+    path = loss_file(engine.module, engine._curr_ckpt_path)
+    if path is not None and engine.is_last_stage() and engine.grid.data_parallel_id == 0:
+        state = loss.state_dict()
+        if checkpoints.preserves_storage_sharing():  # saving a view would save its whole base
+            state = clone_tensors_for_torch_save(state)
+        checkpoints.save(state_dict=state, path=str(path))
     return found
 
 
 def _load_module_state_dict(
     engine: Any, original: Callable[..., Any], checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any
 ) -> None:
+    """Load the loss's state from a checkpoint too; if there is none, the loss stays as it is, and rank 0 says so."""
     original(checkpoint, strict, *args, **kwargs)
-    load_loss(engine, engine._curr_ckpt_path, strict)
-
-
-def save_loss(engine: Any, folder: str) -> None:
-    """Write the loss's state into the folder of a checkpoint, from the first replica of the last stage."""
-    loss, checkpoints, path = engine.module.loss_fn, engine.checkpoint_engine, loss_file(engine.module, folder)
-    if path is None or not engine.is_last_stage() or engine.grid.data_parallel_id != 0:
-        return
-    state = loss.state_dict()
-    if checkpoints.preserves_storage_sharing():  # saving a view would save its whole base
-        state = clone_tensors_for_torch_save(state)
-    checkpoints.save(state_dict=state, path=str(path))
-
-
-def load_loss(engine: Any, folder: str, strict: bool) -> None:
-    """Load the loss's state from a checkpoint; if there is none, the loss stays as it is, and rank 0 says so."""
-    loss, path = engine.module.loss_fn, loss_file(engine.module, folder)
-    if path is None:
-        return
-    if path.is_file():
-        loss.load_state_dict(tensor_files.read("load_checkpoint", path), strict=strict)
-    elif engine.global_rank == 0:
+    folder = engine._curr_ckpt_path
+    path = loss_file(engine.module, folder)
+    if path is not None and path.is_file():
+        engine.module.loss_fn.load_state_dict(tensor_files.read("load_checkpoint", path), strict=strict)
+    elif path is not None and engine.global_rank == 0:
         logger.warning("load_checkpoint: %s has no %s, the state of loss_fn, which stays as it is", folder, path.name)
 
 

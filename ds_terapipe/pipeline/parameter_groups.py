@@ -64,14 +64,19 @@ def is_unused(parameter: Any, names: Mapping[Any, str]) -> bool:
     return names.get(parameter) == UNUSED
 
 
-def keep_trained(optimizer: torch.optim.Optimizer) -> None:
-    """Remove frozen parameters from all groups, which may become empty."""
+def keep_trained(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Remove frozen parameters from all groups, which may become empty; return the values of their state."""
+    gone = list[Any]()
     for group in optimizer.param_groups:
         kept = [parameter.requires_grad for parameter in group["params"]]
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                gone += optimizer.state.pop(parameter, {}).values()
         for key in OF_PARAMETERS:
             if key in group:
                 group[key] = [each for each, trained in zip(group[key], kept, strict=True) if trained]
     tell(optimizer)
+    return gone
 
 
 def drop_unused(optimizer: torch.optim.Optimizer, names: Mapping[Any, str]) -> None:

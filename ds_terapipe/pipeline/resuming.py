@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ds_terapipe.errors import shown
@@ -15,27 +15,14 @@ logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
-def resuming(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load_checkpoint``: rank 0 logs settings that differ.
-
-    In nested calls only the outermost does this.
-    """
-
-    @functools.wraps(load)
-    def loading(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_resumes" in vars(engine):
-            return load(engine, *args, **kwargs)
-        engine._resumes, before, step = True, _groups(engine), engine.global_steps
-        try:
-            found = load(engine, *args, **kwargs)
-        finally:
-            del engine._resumes
-        if engine.global_rank == 0 and engine.global_steps != step:
-            _say_settings(engine, before)
-            _say_samples(engine)
-        return found
-
-    return loading
+@contextmanager
+def resuming(engine: Any) -> Iterator[None]:
+    """Context manager around ``load_checkpoint``: rank 0 logs settings that differ."""
+    before, step = _groups(engine), engine.global_steps
+    yield
+    if engine.global_rank == 0 and engine.global_steps != step:
+        _say_settings(engine, before)
+        _say_samples(engine)
 
 
 def _say_samples(engine: Any) -> None:
@@ -53,16 +40,18 @@ def _groups(engine: Any) -> list[dict[str, Any]]:
     return [settings_of(group) for group in groups]
 
 
-def _say_settings(engine: Any, before: list[dict[str, Any]]) -> None:
+def _say_settings(engine: Any, configured: list[dict[str, Any]]) -> None:
     """Log settings that the checkpoint's optimizer replaced; a scheduler may keep its own."""
     scheduler = engine.lr_scheduler
     found: dict[str, str] = {}
     ignored = {"step"}  # a count
     if scheduler is not None:
         ignored |= {"lr"} if hasattr(scheduler, "base_lrs") else {"lr", "initial_lr"}
-    for given, loaded in zip(before, _groups(engine), strict=False):
-        for key in _differing(given, loaded) - ignored - found.keys():
-            found[key] = f"{'lr' if key == 'initial_lr' else key} {shown(loaded[key])}, not {shown(given[key])}"
+    for given, loaded in zip(configured, _groups(engine), strict=False):
+        for key in (given.keys() & loaded.keys()) - ignored - found.keys():
+            before, now = shown(given[key]), shown(loaded[key])
+            if isinstance(loaded[key], _PLAIN) and loaded[key] != given[key] and now != before:
+                found[key] = f"{'lr' if key == 'initial_lr' else key} {now}, not {before}"
     if not found:
         return
     of_scheduler = scheduler is not None and not hasattr(scheduler, "base_lrs")
@@ -72,18 +61,3 @@ def _say_settings(engine: Any, before: list[dict[str, Any]]) -> None:
         "; ".join(found[key] for key in sorted(found)),
         rest,
     )
-
-
-def _differing(given: Mapping[str, Any], loaded: Mapping[str, Any]) -> set[str]:
-    both = given.keys() & loaded.keys()
-    return {
-        key
-        for key in both
-        if isinstance(given[key], _PLAIN)
-        and isinstance(loaded[key], _PLAIN)
-        and _bare(given[key]) != _bare(loaded[key])
-    }
-
-
-def _bare(value: Any) -> Any:
-    return list(value) if isinstance(value, (tuple, list)) else value

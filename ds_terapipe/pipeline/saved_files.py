@@ -7,7 +7,6 @@ divide masters and moments, it also reads a file of each rank's parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.deepspeed_state import elements, elements_by_name, sizes_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.manifest import Manifest
-from ds_terapipe.model_chunks import ModelChunks, ranges_on
+from ds_terapipe.model_chunks import ModelChunks, entries_on
 from ds_terapipe.names import PLACED_STATE
 
 KEY = "load_checkpoint"
@@ -49,16 +48,13 @@ class Share(NamedTuple):
     replicas: int
 
     @classmethod
-    def of(
-        cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None
-    ) -> Share:
+    def of(cls, rank: int, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int]) -> Share:
         """Return the share of a rank if the stages begin at the entries ``parts``; ``places``: as in `ModelChunks`."""
         at = topology.get_coord(rank)
         replica = sorted(topology.get_axis_list("data", at.data))
-        entries = tuple(chain(*ranges_on(at.pipe, parts, range(len(parts) - 1) if places is None else places)))
         tensors = max(topology.get_dim("model"), 1)
         return cls(
-            entries,
+            entries_on(at.pipe, parts, places),
             getattr(at, "model", 0),
             tensors,
             replica.index(rank),

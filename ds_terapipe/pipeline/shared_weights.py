@@ -73,19 +73,19 @@ def shared_weights(module: PipelineModule, consensus: Consensus, also: Collectio
     ]
 
 
-def split(shared: Sequence[Shared], parts: Sequence[int], places: Sequence[int] | None = None) -> Shared | None:
+def split(shared: Sequence[Shared], parts: Sequence[int], places: Sequence[int]) -> Shared | None:
     """Return the first weights that these stages would split among places.
 
     Args:
         shared: weights that entries share.
         parts: first entries of the stages, then the number of entries.
-        places: place of each stage; None: one stage on each.
+        places: place of each stage.
     """
     return next((each for each in shared if len(set(_places(each, parts, places))) > 1), None)
 
 
 def refuse_split(
-    shared: Sequence[Shared], parts: Sequence[int], key: str, use: str = "", places: Sequence[int] | None = None
+    shared: Sequence[Shared], parts: Sequence[int], places: Sequence[int], key: str, use: str = ""
 ) -> None:
     """Refuse stages that would split weights shared by their entries.
 
@@ -101,7 +101,7 @@ def refuse_split(
     if found is None:
         return
     entries = _and("the loss" if entry == parts[-1] else entry for entry in found.entries)
-    word = "stages" if places is None or list(places) == list(range(len(places))) else "places"
+    word = "stages" if list(places) == list(range(len(places))) else "places"
     stages = _and(sorted(set(_places(found, parts, places))))
     names = [f'"{name}"' for name in found.names[:_SHOWN]] + ["..."] * (len(found.names) > _SHOWN)
     raise ConfigError(
@@ -116,9 +116,8 @@ def _and(items: Iterable[Any]) -> str:
     return f"{', '.join(others)} and {last}"
 
 
-def _places(shared: Shared, parts: Sequence[int], places: Sequence[int] | None) -> list[int]:
-    stages = [min(bisect_right(parts, entry), len(parts) - 1) - 1 for entry in shared.entries]
-    return stages if places is None else [places[stage] for stage in stages]
+def _places(shared: Shared, parts: Sequence[int], places: Sequence[int]) -> list[int]:
+    return [places[min(bisect_right(parts, entry), len(parts) - 1) - 1] for entry in shared.entries]
 
 
 def _users(module: PipelineModule, also: Collection[str]) -> dict[_Weight, set[int]]:

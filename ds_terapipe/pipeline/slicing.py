@@ -8,7 +8,7 @@ that names the key ``cut``.
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -123,6 +123,15 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 def like(value: object, tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
     """Return ``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
     return tensors[0] if isinstance(value, Tensor) else tuple(tensors)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a value, also those in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 def part_of(value: Tensor | Sequence[Tensor], cuts: Sequence[TensorCut], span: Span) -> Any:

@@ -26,23 +26,18 @@ def shape_groups(module: PipelineModule) -> set[ProcessGroup]:
     return {group for group in made if isinstance(group, ProcessGroup)}
 
 
-def module_groups(module: PipelineModule) -> set[ProcessGroup]:
-    """Return all process groups that a ``PipelineModule`` made: those of its shape, and its own of all ranks."""
-    world = module.__dict__.get("world_group")
-    return shape_groups(module) | ({world} if isinstance(world, ProcessGroup) else set())
-
-
 def close_engine(engine: Any) -> None:
     """Close the process groups of a ``TokenPipelineEngine``, its runtime and its module; collective."""
     with engine._watchdog.waiting("all ranks to close their process groups"):
         engine._runtime.close()
         close_groups([engine._consensus.group], engine._consensus)
-        close_module(engine.module, engine, engine.optimizer)
+        _close_module(engine.module, engine, engine.optimizer)
 
 
-def close_module(module: PipelineModule, *holders: Any) -> None:
-    """Close a ``PipelineModule``'s groups with :func:`close_groups`; it cannot train any more. Idempotent."""
-    close_groups(module_groups(module), module, module._grid, *module.parameters(), *holders)
+def _close_module(module: PipelineModule, *holders: Any) -> None:
+    """Close a module's groups, those of its shape and its own of all ranks; it cannot train any more. Idempotent."""
+    groups = shape_groups(module) | {vars(module).get("world_group")}
+    close_groups(groups, module, module._grid, *module.parameters(), *holders)
     module.tied_comms.clear()
     if deepspeed_groups.mpu is module._grid:  # else DeepSpeed would ask it for groups of any engine
         deepspeed_groups.mpu = None

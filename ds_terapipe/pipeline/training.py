@@ -49,7 +49,7 @@ def train(engine: Any) -> Tensor:
     seconds = time.perf_counter() - started
     events = recorder.end()
     if traced:
-        engine._trace.add(step, events, recorder.cost_of_one())
+        engine._trace.add(step, events)
     log_step(engine, engine._report, batch, str(plan.schedule), seconds)
     slicer.record_step(events, seconds)
     mean: Tensor = engine.agg_train_loss

@@ -141,14 +141,13 @@ def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text
 
 
 def test_what_is_saved_is_read_again_and_nothing_else(tmp_path: Any) -> None:
-    folder = tmp_path / "one"
-    assert state.read(folder) is None
-    write_json(folder / ELASTIC_STATE, NOW)
-    assert state.read(folder) == NOW
+    assert state.read(tmp_path) is None
+    write_json(tmp_path / ELASTIC_STATE, NOW)
+    assert state.read(tmp_path) == NOW
     for content in ("{", "{}", json.dumps({**NOW, "parts": [0, 6]})):
-        (folder / ELASTIC_STATE).write_text(content)
+        (tmp_path / ELASTIC_STATE).write_text(content)
         with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be .*, use another checkpoint$"):
-            state.read(folder)
+            state.read(tmp_path)
 
 
 BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSettings, "data": DataSettings}

@@ -16,7 +16,7 @@ from ds_terapipe.elastic.moves import reshape
 from ds_terapipe.elastic.moves.groups import refill, release
 from ds_terapipe.elastic.moves.transfer import check_structure, sent_of, stage_state
 from ds_terapipe.elastic.redistribute import parcels
-from ds_terapipe.elastic.saved.universal import Part, joined, kind_of, part_of
+from ds_terapipe.elastic.saved.universal import joined, kind_of, part_of
 from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
@@ -63,19 +63,6 @@ def test_what_a_spec_does_not_build_is_refused_by_name(change: str) -> None:
     assert "must be part of the LayerSpec, use " in text
 
 
-def test_a_holding_says_what_of_a_layer_may_have_changed() -> None:
-    live = Layer()
-    optimizer = torch.optim.AdamW([{"params": [live.inner.bias]}, {"params": [live.inner.weight], "lr": 1.0}])
-    live.inner.weight.grad, live.cached, live.inner.weight.sequence_parallel = torch.ones(3, 2), torch.ones(1), True
-    optimizer.step()
-    found = stage_state({"5.": live}, optimizer)
-    weight, bias, count = (found.tensors[f"5.{name}"] for name in ("inner.weight", "inner.bias", "count"))
-    assert (weight.group, bias.group, count.group) == (1, 0, None) and "cached" not in found.modules["5."]["settings"]
-    assert set(weight.moments) == {"exp_avg", "exp_avg_sq"} and set(weight.values) == {"step"} and not bias.moments
-    assert weight.attributes == {"sequence_parallel": True}
-    assert stage_state({"5.": live}, optimizer, ["5."]).tensors["5.inner.bias"].used is False
-
-
 def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     """The device "meta" stands for a GPU: a description with such a tensor would bring the sender's device along."""
     here, there = torch.zeros(()), torch.zeros((), device="meta")
@@ -95,7 +82,7 @@ def test_tensor_parallel_parts_are_joined_by_megatrons_marks(dimension: int, str
         part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dimension, stride
     (kind,) = {kind_of(part, True) for part in parts}
     assert kind != kind_of(parts[0], False) and kind != "unknown"
-    assert torch.equal(joined([Part(part, kind) for part in parts]), whole)
+    assert torch.equal(joined([(part, kind) for part in parts]), whole)
     assert all(torch.equal(part_of(whole, kind, rank, 2), part) for rank, part in enumerate(parts))
 
 

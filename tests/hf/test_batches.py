@@ -20,7 +20,6 @@ from ds_terapipe.hf.batches import _say_that_documents_are_one
 from ds_terapipe.hf.decoder_pipeline import balanced
 from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.source import source_of
-from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import spans
 from tests.hf import families
 from tests.pipeline.attention_layers import seen_by
@@ -79,9 +78,8 @@ def test_tokens_see_what_transformers_lets_them_see(made: dict[str, Tensor]) -> 
     assert isinstance(inputs, Tensor) or (inputs[0] is tokens and inputs[1].shape == (len(tokens), 1, 2 * length))
     positions, seen = plain, torch.ones_like(expected).tril()
     if documents is not None:
-        again = Documents.unpack(documents.pack())
-        positions, seen = again.positions(tokens.device), seen_by(again, spans((1, length - 1)))
-        assert not counts[:, again.used :].any() and not real[:, again.used :].any()
+        positions, seen = documents.positions(tokens.device), seen_by(documents, spans((1, length - 1)))
+        assert not counts[:, documents.used :].any() and not real[:, documents.used :].any()
     asked = real | counts  # of other tokens nothing is asked
     assert torch.equal(seen[asked], expected[asked])
     assert torch.equal(positions, made.get("position_ids", plain).expand_as(tokens))

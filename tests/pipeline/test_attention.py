@@ -149,10 +149,8 @@ def test_tokens_of_packed_documents_see_their_own_document_alone(case, window, s
     visible = causal(q.shape[-2]).triu(-q.shape[-2] if window is None else 1 - window)
     visible = visible & (of_keys > 0) & ((of_keys == of_rows) | (of_rows <= 0))
     expected = whole(q, k, v, grad * asked, scale=scale, visible=visible if q.dim() == 4 else visible[0], softcap=softcap)
-    documents = Documents.of(numbers)
-    documents = documents and Documents.unpack(documents.pack())
     got = sliced(q, k, v, grad * asked, lengths, scale=scale, is_causal=True, window=window, softcap=softcap,
-                 documents=documents)  # fmt: skip
+                 documents=Documents.of(numbers))  # fmt: skip
     assert_same((got[0] * asked, *got[1:]), (expected[0] * asked, *expected[1:]))
 
 

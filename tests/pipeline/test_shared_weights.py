@@ -103,7 +103,7 @@ def found_on(kind: str, cuts: tuple[int, ...]) -> list[Any]:
 def test_what_is_shared_is_found_wherever_the_layers_are(cuts):
     for kind, (entries, weights) in SHARED.items():
         with pytest.raises(ConfigError) as refused:
-            refuse_split(found_on(kind, cuts), (0, 6, 6) if kind == "the loss" else (0, 3, 6), "model", " or so")
+            refuse_split(found_on(kind, cuts), (0, 6, 6) if kind == "the loss" else (0, 3, 6), (0, 1), "model", " or so")
         assert str(refused.value).startswith(
             f"model: got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train "
             f'copies, must be tied or on one stage, use TiedLayerSpec("shared", {weights}'
@@ -114,5 +114,5 @@ def test_what_is_shared_is_found_wherever_the_layers_are(cuts):
 
 def test_entries_that_lie_together_may_share():
     found = found_on("neighbours", (0, 3, 6))
-    assert split(found, (0, 3, 6)) is None and split(found, (0, 2, 6)) == found[0]
+    assert split(found, (0, 3, 6), (0, 1)) is None and split(found, (0, 2, 6), (0, 1)) == found[0]
     assert found[0].entries == (1, 2) and found[0].kind == "Block" and "qkv.weight" in found[0].names

@@ -7,6 +7,7 @@ they were. Only those travel that the layer's spec builds otherwise.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -117,19 +118,10 @@ def _entries(value: Any) -> Iterator[Any]:
 
 
 def _checksum(value: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
-    if isinstance(value, Tensor):
-        data: Any = value.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        found.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        found.update(data)
-    elif isinstance(value, np.ndarray):
-        found.update(f"{value.dtype} {value.shape}".encode())
-        found.update(value.tobytes())
-    elif type(value) in _SETS:
-        of_each = value.items() if isinstance(value, Counter) else value
-        found.update(" ".join(sorted(map(repr, of_each))).encode())
-    elif type(value) in _CONTAINERS:
-        found.update(" ".join((type(value).__name__, *map(_checksum, _entries(value)))).encode())
-    else:
-        found.update(repr(value).encode())
-    return found.hexdigest()
+    """Return a hash of a value; equal ones may differ in it, as sets of another order, and then travel for nothing."""
+    return hashlib.blake2b(pickle.dumps(tree_map_only(Tensor, _as_bytes, value)), digest_size=16).hexdigest()
+
+
+def _as_bytes(tensor: Tensor) -> tuple[str, bytes]:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    return f"{tensor.dtype} {tuple(tensor.shape)}", flat.numpy().tobytes()

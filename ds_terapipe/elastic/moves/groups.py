@@ -13,7 +13,7 @@ from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.moves.layers import LOSS
-from ds_terapipe.pipeline.parameter_groups import OF_PARAMETERS, outside, tell
+from ds_terapipe.pipeline.parameter_groups import keep_trained, outside, tell
 
 
 def numbers(optimizer: Any) -> dict[int, int]:
@@ -88,17 +88,7 @@ def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping
 
 def release(optimizer: torch.optim.Optimizer) -> int:
     """Remove parameters that no longer train from an optimiser; return the bytes of state that were freed."""
-    gone = []
-    for group in optimizer.param_groups:
-        trained = [parameter.requires_grad for parameter in group["params"]]
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                gone += optimizer.state.pop(parameter, {}).values()
-        for key in OF_PARAMETERS:
-            if key in group:
-                group[key] = [each for each, kept in zip(group[key], trained, strict=True) if kept]
-    tell(optimizer)
-    return _bytes(gone)
+    return _bytes(keep_trained(optimizer))
 
 
 def level_steps(optimizer: Any) -> None:

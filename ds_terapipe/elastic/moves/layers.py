@@ -111,8 +111,8 @@ def reassemble(
     module: PipelineModule,
     topology: ProcessTopology,
     parts: Sequence[int],
+    places: Sequence[int],
     layers: Mapping[str, nn.Module],
-    places: Sequence[int] | None = None,
 ) -> None:
     """Convert a live ``PipelineModule`` to another topology or placement, from existing layers; collective.
 
@@ -121,8 +121,8 @@ def reassemble(
             caller closes the groups of an old grid, and of its tied layers.
         topology: of all ranks.
         parts: first entry of each stage, and the number of entries.
+        places: place of each stage.
         layers: this rank's layers from `layers_for`.
-        places: place of each stage; None: one stage on each.
     """
     for name in list(module.fwd_map):
         del module._modules[name]
@@ -146,10 +146,10 @@ def reassemble(
     module.tied_comms = module._index_tied_modules()
 
 
-def _bound(module: PipelineModule, parts: list[int], places: Sequence[int] | None) -> None:
+def _bound(module: PipelineModule, parts: list[int], places: Sequence[int]) -> None:
     """Set the range that DeepSpeed builds, and the place of each entry; see `ModelChunks`."""
     module.parts = parts
-    if places is None or list(places) == list(range(len(parts) - 1)):
+    if list(places) == list(range(len(parts) - 1)):
         for name in (PLACES, "stage_owner"):  # of a placement before
             vars(module).pop(name, None)
         module._set_bounds(start=parts[module.stage_id], stop=parts[module.stage_id + 1])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from ds_terapipe.elastic.moves.transfer import (
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.model_chunks import ModelChunks, ranges_on
+from ds_terapipe.model_chunks import ModelChunks, entries_on
 from ds_terapipe.pipeline.parameter_groups import settings_of
 from ds_terapipe.pipeline.transport.boundary import raw
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -119,7 +118,7 @@ class Reshape:
         self._layers: dict[str, nn.Module] = {}
         self.sent_bytes = 0
 
-    def prepare(self, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int] | None = None) -> None:
+    def prepare(self, topology: ProcessTopology, parts: Sequence[int], places: Sequence[int]) -> None:
         """Build this rank's layers for other entries, and another topology or placement; collective.
 
         Args:
@@ -132,7 +131,7 @@ class Reshape:
         said = self._gather()
         self._consensus.together(lambda: _settings(said))
         held, place = _held(said), topology.get_coord(self._rank).pipe
-        entries = _entries_on(place, parts, range(len(parts) - 1) if places is None else places)
+        entries = entries_on(place, parts, places)
         # an error of a user's layer must not leave the others waiting
         self._consensus.together(lambda: self._build(held, entries))
 
@@ -153,7 +152,7 @@ class Reshape:
         for name, of in owner.items():
             self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
-            reassemble(self._module, self._topology, self._parts, layers, self._places)
+            reassemble(self._module, self._topology, self._parts, self._places, layers)
         leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
@@ -178,7 +177,7 @@ class Reshape:
     def _build(self, held: Mapping[int, StageState], entries: Sequence[int]) -> None:
         """Build the layers of some entries, and check that the live ones lose nothing."""
         self._layers = layers = layers_for(self._module, entries, self._device, self._dtype)
-        now = {place: _entries_on(place, self._chunks.parts, self._chunks.places) for place in held}
+        now = {place: entries_on(place, self._chunks.parts, self._chunks.places) for place in held}
         for prefix, layer in layers.items():
             if layer is self._here.get(prefix):
                 continue
@@ -299,10 +298,6 @@ class Reshape:
         parameter.data = values
         parameter.requires_grad_(info.requires_grad)
         vars(parameter).update(info.attributes)
-
-
-def _entries_on(place: int, parts: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    return tuple(chain(*ranges_on(place, parts, places)))
 
 
 def _held(said: Sequence[RankReport]) -> dict[int, StageState]:

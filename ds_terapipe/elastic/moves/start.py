@@ -34,27 +34,6 @@ from ds_terapipe.schedule import Placement
 KEY = f"{TOKEN_PIPELINE}.stages_per_place"
 
 
-class _Groups:
-    """The argument ``model_parameters`` of ``deepspeed.initialize`` as an optimizer's parameter groups."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        given = list(parameters)
-        self._grouped = bool(given) and isinstance(given[0], Mapping)
-        self.state: dict[Any, Any] = {}
-        self.param_groups: list[dict[str, Any]] = [{"params": [p[1] if isinstance(p, tuple) else p for p in given]}]
-        if self._grouped:
-            self.param_groups = [{**group, "params": list(group["params"])} for group in given]
-
-    def add_param_group(self, group: dict[str, Any]) -> None:
-        """Add a group."""
-        self.param_groups.append(group)
-
-    @property
-    def given(self) -> list[Any]:
-        """The argument."""
-        return self.param_groups if self._grouped else self.param_groups[0]["params"]
-
-
 def as_planned(settings: TokenPipelineConfig, watchdog: Watchdog) -> TokenPipelineConfig:
     """Return the settings with the placement of the plan of ``plan_path``, where they have none of their own; collective.
 
@@ -101,10 +80,12 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
     try:
         places = places_of(model.num_stages, settings)
         parts = parts_for(model, len(places), consensus)
-        refuse_split(shared_weights(model, consensus), parts, KEY, places=places)
+        refuse_split(shared_weights(model, consensus), parts, places, KEY)
         optimizer: Any = arguments.get("optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = _Groups(arguments.get("model_parameters") or ())
+        given = list(arguments.get("model_parameters") or ())
+        makes = not isinstance(optimizer, torch.optim.Optimizer)  # DeepSpeed will, of the given parameters or groups
+        if makes:
+            optimizer = torch.optim.Optimizer(given or [{"params": []}], {})
         check_inside(optimizer, model, {}, consensus.gather, f"where {KEY} is {stages_per_place}")
         device = torch.device(get_accelerator().device_name(model.local_rank))
         reshape = Reshape(model, optimizer, consensus, device, _dtype(model, consensus), KEY)
@@ -116,8 +97,9 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         reshape.run()
         close_groups(before - shape_groups(model))
         if arguments.get("model_parameters") is not None:
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            arguments["model_parameters"] = optimizer.given if isinstance(optimizer, _Groups) else trained
+            groups = optimizer.param_groups
+            trained = groups[0]["params"] if makes else [p for p in model.parameters() if p.requires_grad]
+            arguments["model_parameters"] = groups if makes and given and isinstance(given[0], Mapping) else trained
     finally:
         close_groups([consensus.group], consensus)
 
@@ -152,8 +134,9 @@ def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[
     if hasattr(model, "even_parts"):  # a StagedPipeline
         parts = model.even_parts(stages)
     else:
+        sizes = trained_sizes(model, consensus)  # as DeepSpeed counts
         rules: list[Callable[[int], list[int]]] = [
-            partial(partition_balanced, _weights(model, consensus)),
+            partial(partition_balanced, [sizes.get(prefix, 0) for prefix in chunks.prefixes]),
             uniform,
             *(partial(partition_balanced, weights) for weights in _binary(chunks.specs)),
         ]
@@ -169,13 +152,14 @@ def _has_empty(parts: Sequence[int]) -> bool:
     return any(start >= stop for start, stop in pairwise(parts))
 
 
-def _weights(model: PipelineModule, consensus: Consensus) -> list[int]:
-    """Return the number of trained parameters of each entry, as DeepSpeed counts it."""
-    chunks, mine = ModelChunks(model), {}
-    for prefix, layer in chunks.layers.items():
-        mine[prefix] = sum(p.numel() for p in layer.parameters() if p.requires_grad)
-    counts = {prefix: count for of_rank in consensus.gather(mine) for prefix, count in of_rank.items()}
-    return [counts.get(prefix, 0) for prefix in chunks.prefixes]
+def trained_sizes(model: PipelineModule, consensus: Consensus) -> dict[str, int]:
+    """Return the number of trained parameters of each layer, by the prefix of their names; collective."""
+    found: dict[str, int] = {}
+    layers = ModelChunks(model).layers.items()
+    mine = {prefix: sum(p.numel() for p in layer.parameters() if p.requires_grad) for prefix, layer in layers}
+    for of_rank in consensus.gather(mine):
+        found |= {prefix: max(size, found.get(prefix, 0)) for prefix, size in of_rank.items()}
+    return found
 
 
 def _binary(specs: Iterable[Any]) -> list[list[int]]:

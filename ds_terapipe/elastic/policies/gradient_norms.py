@@ -58,10 +58,6 @@ class GradientNorms:
         self._totals, self._steps = {}, {}
         return [means.get(entry, math.nan) for entry in range(self._entries)]
 
-    def share(self, consensus: Consensus) -> None:
-        """Give all ranks the sums so far: a layer's new owner needs them; collective."""
-        self.load(self.state(consensus))
-
     def state(self, consensus: Consensus) -> list[tuple[int, int, float]] | None:
         """Return (entry, steps, sum over the steps) for a checkpoint, None if the policy needs no norms; collective."""
         if not self._wanted:

@@ -111,7 +111,7 @@ class NamedCheckpointer(Checkpointer):
     def check(self, engine: Any, folder: Path, wants: Wanted) -> Callable[[], None] | None:
         """Check the files that are about to be read; return what loads the optimizer's state, None: DeepSpeed does."""
         chunks, topology = ModelChunks(engine.module), engine.module._topo
-        if not self.check_files(engine, folder, topology, chunks.parts, wants, places=chunks.places):
+        if not self.check_files(engine, folder, topology, chunks.parts, chunks.places, wants):
             return None
         members = members_of(engine, self._consensus.gather)
         # every file is some rank's own, and has been checked

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ds_terapipe.deepspeed_state import groups_of
-from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.moves.layers import LOSS, modules_here
-from ds_terapipe.elastic.moves.masters import is_wrapped
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.pipeline.parameter_groups import names_in
 
 
 class Member(NamedTuple):
@@ -28,11 +26,7 @@ Members = Mapping[str, Sequence[Member]]  # by the prefix of their names
 
 def numbers_of(engine: Any) -> dict[str, int]:
     """Return the parameter group number of each of this rank's trained parameters, by name."""
-    name_of = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    number_of = numbers(engine.basic_optimizer)
-    if is_wrapped(engine.optimizer):
-        number_of = {id(p): number for number, group in enumerate(groups_of(engine.optimizer)) for p in group}
-    return {name_of[key]: number for key, number in number_of.items() if key in name_of}
+    return {name: number for number, names in enumerate(names_in(engine)) for name in names if name is not None}
 
 
 def members_of(engine: Any, gather: Callable[[Any], list[Any]]) -> Members:

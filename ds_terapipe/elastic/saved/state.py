@@ -18,22 +18,13 @@ _KEYS = (
 )  # fmt: skip
 
 
-def read_checked(folder: Path) -> dict[str, Any] | None:
-    """Read a checkpoint's file after checking its bytes; None if there is none.
+def read(folder: Path) -> dict[str, Any] | None:
+    """Read a checkpoint's file after checking its bytes; None if it was saved without one.
 
     Raises:
-        ConfigError: the file is damaged or invalid.
+        ConfigError: the folder is missing, or the file is damaged or invalid.
     """
     SavedFiles(folder).check_bytes_of([ELASTIC_STATE])
-    return read(folder)
-
-
-def read(folder: Path) -> dict[str, Any] | None:
-    """Read a checkpoint's file; None if there is no checkpoint, or it was saved without one.
-
-    Raises:
-        ConfigError: an invalid file.
-    """
     path = folder / ELASTIC_STATE
     if not path.is_file():
         return None

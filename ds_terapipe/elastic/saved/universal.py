@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from deepspeed.checkpoint.constants import (
@@ -47,11 +47,7 @@ _REPLICATED, _ROW, _HALVES = (
 _UNKNOWN = "unknown"
 
 
-class Part(NamedTuple):
-    """A tensor that is not trained, on one tensor-parallel rank; ``kind`` as for the conversion."""
-
-    value: Tensor
-    kind: str | None
+Part = tuple[Tensor, str | None]  # a tensor that is not trained, and its kind as for the conversion
 
 
 def kind_of(tensor: Tensor, sharded: bool) -> str | None:
@@ -70,7 +66,7 @@ def kind_of(tensor: Tensor, sharded: bool) -> str | None:
 
 def joined(parts: Sequence[Part]) -> Tensor:
     """Join the parts of all tensor-parallel ranks, in their order."""
-    values, kind = [part.value for part in parts], parts[0].kind
+    values, kind = [value for value, _ in parts], parts[0][1]
     if kind == _REPLICATED or len(values) == 1:
         return values[0]
     if kind == _HALVES:
@@ -125,16 +121,15 @@ def to_carry(engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] 
         return {}
     sharded = engine.grid.model_parallel_size > 1
     rest = {
-        name: Part(tensor.detach().cpu().clone(), kind_of(tensor, sharded))
+        name: (tensor.detach().cpu().clone(), kind_of(tensor, sharded))
         for name, tensor in untrained(engine.module).items()
         if engine.save_non_zero_checkpoint  # one replica writes them
         and (frozen or not isinstance(tensor, nn.Parameter))
     }
-    parts = {name: (part.value, part.kind) for name, part in rest.items()}  # plain types for other readers
     carried = {
         "state": state,
         "tensor": engine.grid.get_slice_parallel_rank(),
-        "untrained": parts,
+        "untrained": rest,
         "groups": numbers_of(engine),
     }
     return {UNIVERSAL_CHECKPOINT_INFO: said, CARRIED: carried}
@@ -173,8 +168,8 @@ class Universal:
                 self._is_ours, self.state = True, self.state or carried["state"]
                 self._groups |= carried["groups"]
                 for name, part in carried["untrained"].items():
-                    parts.setdefault(name, {})[carried["tensor"]] = Part(*part)
-        self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0].kind) for name, each in parts.items()}
+                    parts.setdefault(name, {})[carried["tensor"]] = part
+        self.untrained = {name: (joined([each[n] for n in sorted(each)]), each[0][1]) for name, each in parts.items()}
 
     def check(self, names: Mapping[str, int], wanted: Mapping[str, Tensor]) -> None:
         """Refuse an incomplete or damaged checkpoint; ``ds_to_universal`` writes no manifest.

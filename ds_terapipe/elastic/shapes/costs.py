@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from deepspeed.runtime.pipe.module import PipelineModule
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -18,16 +17,6 @@ from ds_terapipe.plan.costs.memory import StageMemory
 _Table = NDArray[np.float64]
 # Rows of a table of costs by entry; from the third on an entry has none while it is frozen.
 _FORWARD, _WEIGHTS, _BACKWARD, _GRADIENTS, _ACTIVATIONS = range(5)
-
-
-def trained_sizes(module: PipelineModule, consensus: Consensus) -> list[int]:
-    """Return the trained parameters of every entry of the layer list; a tied layer counts with its first entry."""
-    chunks = ModelChunks(module)
-    prefixes, here = chunks.prefixes, chunks.layers
-    mine = {prefix: sum(p.numel() for p in here[prefix].parameters() if p.requires_grad) for prefix in here}
-    of_ranks = consensus.gather(mine)
-    sizes = {prefix: max(of_rank.get(prefix, 0) for of_rank in of_ranks) for prefix in prefixes}
-    return [sizes.pop(prefix, 0) for prefix in prefixes]
 
 
 class _OfRank(NamedTuple):

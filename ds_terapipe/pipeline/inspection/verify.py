@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.inspection.gradients import InputGradients, frozen
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
-from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of
+from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of, tensors_in
 from ds_terapipe.schedule import Unit
 
 # largest difference of a token's vector, relative to its length, that is rounding within one layer
@@ -68,7 +68,7 @@ class _Rounding(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self.tolerance = max(self.tolerance, TOLERANCE.get(tensor.dtype, 0.0))
         return result
 
@@ -189,7 +189,7 @@ class _Recorder:
         """Record clones of the tensors in ``value``, since modules may reuse their buffers; not those within a ``vmap``."""
         if torch._C._are_functorch_transforms_active():
             return
-        tensors = tuple(t.detach().clone() for t in _tensors(value))
+        tensors = tuple(t.detach().clone() for t in tensors_in(value))
         self.records.append(Record(module, what, tensors, self.rounding.tolerance))
 
     def take(self) -> list[Record]:
@@ -201,17 +201,6 @@ class _Recorder:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
 
 
 def verify_stage(

@@ -27,15 +27,12 @@ class LiveUnits:
     """
 
     def __init__(self) -> None:
-        self._live: dict[tuple[int, Unit], int] = {}
-        self._lengths: dict[int, dict[int, list[int]]] = {}
-        self.peak_units = self.peak_tokens = 0
-        self.forward_units = self.backward_units = 0
+        self.begin()
 
     def begin(self) -> None:
         """Begin a step."""
-        self._live.clear()
-        self._lengths.clear()
+        self._live: dict[tuple[int, Unit], int] = {}
+        self._lengths: dict[int, dict[int, list[int]]] = {}
         self.peak_units = self.peak_tokens = 0
         self.forward_units = self.backward_units = 0
 

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.observe import Observer
+from ds_terapipe.pipeline.slicing import tensors_in
 from ds_terapipe.schedule import Action, Op
 
 _STEPS = 2  # number of steps that count
@@ -160,8 +160,8 @@ class LayerTimes(Observer):
         outputs = layer(inputs)
         marks = self._marks
         marks.append((index, self._clock.now()))
-        given = {id(tensor) for tensor in _tensors(inputs)}  # an input that a layer passes on is no work of its own
-        made = next((each for each in _tensors(outputs) if each.requires_grad and id(each) not in given), None)
+        given = {id(tensor) for tensor in tensors_in(inputs)}  # an input that a layer passes on is no work of its own
+        made = next((each for each in tensors_in(outputs) if each.requires_grad and id(each) not in given), None)
         if made is not None:
             made.register_hook(lambda gradient: self._marks.append((index, self._clock.now())))
         return outputs
@@ -183,7 +183,3 @@ class LayerTimes(Observer):
         ):
             seconds[index - first] = self._clock.seconds(end, begin)
         return seconds
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(each, Tensor)]

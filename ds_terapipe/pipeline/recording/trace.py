@@ -26,7 +26,6 @@ from ds_terapipe.tracing.chrome import MEASURED, Event, write
 logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = (3, 5)  # of a run: the first two make buffers and inspect the model
-_CALIBRATION = 1000
 
 
 class Timing(NamedTuple):
@@ -112,16 +111,6 @@ class Recorder(Observer):
         everyones = self._consensus.gather(mine, "the recorded steps of all ranks", counts=False)
         return [event for events in everyones for event in events] if self._consensus.job.is_first else []
 
-    def cost_of_one(self) -> float:
-        """Measure the seconds of recording one event."""
-        action, self._timings = Action.from_text("0F0.0"), []
-        started = time.perf_counter()
-        for index in range(_CALIBRATION):
-            self.action_begins(index, action)
-            self.action_ends(action)
-        self._timings = None
-        return (time.perf_counter() - started) / _CALIBRATION
-
     def _at(self, mark: Any) -> float:
         return self._zero + self._clock.seconds(mark, self._start)
 
@@ -186,14 +175,10 @@ class TraceFile:
         if not self._done:
             self._events += events
 
-    def add(self, step: int, events: Sequence[Event], cost_of_one: float) -> None:
+    def add(self, step: int, events: Sequence[Event]) -> None:
         """Keep the events of a step (those of all ranks, on rank 0), and write the file after the last one."""
-        if self._steps is None or self._done:
-            return
-        if events:
-            self._events += events
-            self._about.update(_overhead([event for event in events if event.rank == 0], cost_of_one))
-        if step >= self._steps[1]:
+        self.keep(events)
+        if self._steps is not None and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
@@ -202,26 +187,8 @@ class TraceFile:
             steps = sorted({event.step for event in self._events})
             try:
                 write(self._path, self._events, self._about)
-                logger.info(
-                    "trace of steps %d to %d written to %s%s", steps[0], steps[-1], self._path, self._overhead_text()
-                )
+                logger.info("trace of steps %d to %d written to %s", steps[0], steps[-1], self._path)
             except OSError as error:
                 logger.error("token_pipeline.trace_path: cannot write %s (%s)", self._path, error.strerror or error)
         self._done = True
         self._events = []
-
-    def _overhead_text(self) -> str:
-        if "overhead" not in self._about:
-            return ""  # there are only events between steps
-        share, events, seconds = (self._about[key] for key in ("overhead", "events_per_step", "seconds_per_event"))
-        return f"; recording took {share:.3%} of a step ({events} events of {1e6 * seconds:.1f} us)"
-
-
-def _overhead(events: Sequence[Event], cost: float) -> dict[str, float]:
-    """Return a rank's cost of recording a step."""
-    seconds = max(event.end for event in events) - min(event.start for event in events)
-    return {
-        "events_per_step": len(events),
-        "seconds_per_event": cost,
-        "overhead": len(events) * cost / max(seconds, 1e-9),
-    }

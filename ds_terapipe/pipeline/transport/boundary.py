@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
 
-_META_SIZE = 256
+_ANNOUNCED = 4096  # bytes
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8,
     torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64, torch.complex128,
@@ -65,32 +66,22 @@ class BoundarySpec(NamedTuple):
         return self._replace(tensors=tuple(spec.at(cut, span) for spec, cut in zip(self.tensors, cuts, strict=True)))
 
     def encode(self) -> Tensor:
-        """Encode as int64 [256]: single, count, then type, needs_grad, dimensions and shape of each tensor."""
-        words = [int(self.single), len(self.tensors)]
-        for spec in self.tensors:
-            words += [_DTYPES.index(spec.dtype), int(spec.needs_grad), len(spec.shape), *spec.shape]
-        if len(words) > _META_SIZE:
-            raise ValueError(
-                f"a stage hands on {len(self.tensors)} tensors: their shapes take {len(words)} words, at most {_META_SIZE}"
-            )
-        return torch.tensor(words + [0] * (_META_SIZE - len(words)), dtype=torch.int64)
+        """Encode as bytes, uint8 [4096]."""
+        data = pickle.dumps(self)
+        if len(data) > _ANNOUNCED:
+            count = f"{len(self.tensors)} tensors: their shapes"
+            raise ValueError(f"a stage hands on {count} take {len(data)} bytes, at most {_ANNOUNCED}")
+        return torch.frombuffer(bytearray(data.ljust(_ANNOUNCED)), dtype=torch.uint8)
 
     @classmethod
-    def decode(cls, meta: Tensor) -> BoundarySpec:
+    def decode(cls, announcement: Tensor) -> BoundarySpec:
         """Decode the result of :meth:`encode`."""
-        words = meta.tolist()
-        single, count, words = bool(words[0]), words[1], words[2:]
-        specs = []
-        for _ in range(count):
-            dtype, needs_grad, dims = words[:3]
-            specs.append(TensorSpec(tuple(words[3 : 3 + dims]), _DTYPES[dtype], bool(needs_grad)))
-            words = words[3 + dims :]
-        return cls(tuple(specs), single)
+        return cast(BoundarySpec, pickle.loads(announcement.numpy().tobytes()))
 
 
 def new_announcement() -> Tensor:
     """Return memory for the result of :meth:`BoundarySpec.encode`."""
-    return torch.empty(_META_SIZE, dtype=torch.int64)
+    return torch.empty(_ANNOUNCED, dtype=torch.uint8)
 
 
 def check_sendable(outputs: Any, layer: str) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed
-from torch import Tensor
 
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.job import error_of
@@ -95,11 +94,13 @@ class Consensus:
         lengths = set(header.lengths) - {0}
         signatures = set(header.signatures) if is_first else set()
         weights = set() if weighs is None else {1 + int(weighs)}
-        packed = _packed(header.documents) if is_first else torch.empty(0, dtype=torch.int32)
         said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
         lows, highs = self._extremes(
             [(word, word) for word in said]
-            + [(min(x, default=_MOST), max(x, default=0)) for x in (lengths, signatures, weights, {len(packed)})],
+            + [
+                (min(x, default=_MOST), max(x, default=0))
+                for x in (lengths, signatures, weights, {int(is_first and bool(header.documents))})
+            ],
             "all ranks to start the step",
         )
         if highs[0]:
@@ -111,7 +112,9 @@ class Consensus:
                 "loss_fn.step_weight: got None on some replicas and a weight on others, must be one or the other on all, use "
                 "a weight of 0 where no label counts"
             )
-        documents = self._share_documents(packed, highs[7], self._mine[placement.first_place])
+        documents: Mapping[int, Documents] = {}
+        if highs[7]:
+            documents = self._share_documents(dict(header.documents), self._mine[placement.first_place])
         if lows[3:6] == highs[3:6] and uniform:
             return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],), documents)
         rows = self._gather(
@@ -128,23 +131,17 @@ class Consensus:
         mine = headers[self._mine[placement.first_place]]
         return mine._replace(everywhere=tuple(sorted(everywhere)), documents=documents)
 
-    def _share_documents(self, packed: Tensor, words: int, first: int) -> Mapping[int, Documents]:
-        """Return the documents of this pipeline's micro-batches; its rank ``first`` sends them, others receive.
-
-        ``words``: the largest number of words in any pipeline.
-        """
-        if words == 0:
-            return {}
-        message = torch.zeros(words, dtype=torch.int32)
+    def _share_documents(self, documents: Mapping[int, Documents], first: int) -> Mapping[int, Documents]:
+        """Return the documents of this pipeline's micro-batches; its rank ``first`` sends them, others receive."""
         with self.watchdog.waiting("the documents of the first stage"):
-            if self.job.rank == first:
-                message[: len(packed)] = packed
-                others = (rank for rank in self._mine if rank != first)
-                for rank in others:
-                    torch.distributed.send(message, rank, group=self.group)
-            else:
-                torch.distributed.recv(message, first, group=self.group)
-        return _unpacked(message)
+            if self.job.rank != first:
+                received: list[Any] = [{}]
+                torch.distributed.recv_object_list(received, first, group=self.group)
+                return cast(Mapping[int, Documents], received[0])
+            for rank in self._mine:
+                if rank != first:
+                    torch.distributed.send_object_list([documents], rank, group=self.group)
+            return documents
 
     def agree(self, error: BaseException | None) -> None:
         """Raise any rank's error on every rank; collective."""
@@ -211,25 +208,6 @@ class Consensus:
 
     def _agree(self, error: BaseException | None) -> None:
         self.job.agree(error, partial(self.gather, what="the errors of the other ranks"))
-
-
-def _packed(documents: Mapping[int, Documents]) -> Tensor:
-    """Return a micro-batch's number, the length of its packed documents and these, one after another."""
-    words = [torch.empty(0, dtype=torch.int32)]
-    for micro_batch, of_one in documents.items():
-        packed = of_one.pack()
-        words += [torch.tensor([micro_batch, len(packed)], dtype=torch.int32), packed]
-    return torch.cat(words)
-
-
-def _unpacked(words: Tensor) -> dict[int, Documents]:
-    """Return the documents that `_packed` has packed; zeros may follow them."""
-    found, start = {}, 0
-    while start + 2 <= len(words) and int(words[start + 1]) > 0:
-        micro_batch, length = words[start : start + 2].tolist()
-        found[micro_batch] = Documents.unpack(words[start + 2 : start + 2 + length])
-        start += 2 + length
-    return found
 
 
 def _check_labels(inputs: Header, labels: Header) -> None:
