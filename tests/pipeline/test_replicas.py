@@ -91,6 +91,7 @@ def test_stages_begin_in_one_order_whichever_ends_first() -> None:
     row = [Action(Op.BACKWARD, stage, Unit(0, 0)) for stage in (1, 3)]
     with mock.patch.multiple(gradients, _can_begin=lambda: True, _of_stage=lambda stage: begun.append(stage) or []):
         gradients.expect(row)
-        for action in row:
-            gradients.action_ends(action)
+        gradients.action_ends(row[0])
+        assert not begun
+        gradients.action_ends(row[1])
     assert begun == [3, 1]
