@@ -33,23 +33,14 @@ SETTINGS += tuple({**others, "zero_optimization": {"stage": 1, "reduce_bucket_si
 
 def trained(setting: dict[str, Any], alone: int) -> tuple[list[torch.Tensor], list[Any], int, int, int]:
     """Weights, losses and norms after some steps; elements sent and copied into flat ones; gradients that began."""
-    sent, copied, real, begin = [0], [0], dist.all_reduce, mock.Mock(wraps=replicas._begin)
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent[0] += tensor.numel()
-        return real(tensor, *args, **kwargs)
-
-    def flattened(tensors: list[torch.Tensor]) -> torch.Tensor:
-        copied[0] += sum(each.numel() for each in tensors)
-        return torch._utils._flatten_dense_tensors(tensors)
-
+    flatten = torch._utils._flatten_dense_tensors
+    send, begin, flatten = (mock.Mock(wraps=each) for each in (dist.all_reduce, replicas._begin, flatten))
     config = {key: value for key, value in setting.items() if key != SUMMED}
-    with mock.patch.multiple(replicas, _ALONE=alone, _begin=begin), mock.patch.object(dist, "all_reduce", noted):
+    with mock.patch.multiple(replicas, _ALONE=alone, _begin=begin), mock.patch.object(dist, "all_reduce", send):
         keys = {"slices": 3}
         engine = build_engine(gpt(), masked_loss, token_pipeline=keys, stages=1, optimizer=ADAMW, clip=0.5, config=config)
-        engine.flatten, engine.gradient_average = flattened, setting.get(SUMMED, True)
-        if hasattr(engine.optimizer, SUMMED):
-            engine.optimizer.gradient_average = engine.gradient_average
+        engine.flatten = flatten
+        engine.gradient_average = engine.optimizer.gradient_average = setting.get(SUMMED, True)
         if not config:  # a gradient has the strides of its weight
             weight = next(each for each in engine.module.parameters() if each.dim() > 1)
             weight.data = weight.data.t().contiguous().t()
@@ -59,7 +50,9 @@ def trained(setting: dict[str, Any], alone: int) -> tuple[list[torch.Tensor], li
     weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     assert not engine._replicas._begun, "which would hold gradients"
     engine.destroy()
-    return weights, scalars, sent[0], copied[0], begin.call_count
+    sent = sum([*call.args, *call.kwargs.values()][0].numel() for call in send.call_args_list)
+    copied = sum(each.numel() for call in flatten.call_args_list for each in call.args[0])
+    return weights, scalars, sent, copied, begin.call_count
 
 
 def every_setting(rank: int, world_size: int) -> list[tuple[int, int]]:
