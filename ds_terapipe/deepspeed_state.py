@@ -180,6 +180,33 @@ def add_to_sums(optimizer: Any) -> None:
         torch._foreach_add_(sums, gradients)
 
 
+def leave_reduced(optimizer: Any, averages: Mapping[int, Tensor]) -> list[Any]:
+    """Have ``DeepSpeedZeroOptimizer.reduce_gradients`` (0.19.8) take gradients for reduced, and leave them as they are.
+
+    Args:
+        optimizer: of ZeRO-1.
+        averages: messages after their reduction, by the address of the gradient that has the same values.
+
+    Returns:
+        Parameters of these gradients, which have the attribute ``ds_grad_is_ready`` until it is removed.
+    """
+    found = []
+    for number, group in enumerate(optimizer.bit16_groups):
+        for parameter in group:
+            gradient = optimizer.get_gradient_for_reduction(parameter)
+            if gradient is None or gradient.data_ptr() not in averages:
+                continue
+            average = averages[gradient.data_ptr()]
+            # sums in another type than the model's are added to this rank's part where they are reduced
+            bucket = optimizer.ipg_buckets[average.dtype]
+            bucket.params.append((number, parameter.param_idx_in_group, optimizer.get_param_id(parameter)))
+            optimizer._add_full_reduction_to_compact_grad_partition(average.view(-1), average.dtype)
+            bucket.params.clear()
+            parameter.ds_grad_is_ready = False
+            found.append(parameter)
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------------------- files
 
 

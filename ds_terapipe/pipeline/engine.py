@@ -30,7 +30,7 @@ from ds_terapipe.pipeline.controller import Controller
 from ds_terapipe.pipeline.ended import DESTROYED, refuse_ended
 from ds_terapipe.pipeline.ends import follow_places
 from ds_terapipe.pipeline.evaluation import evaluate
-from ds_terapipe.pipeline.gradients import DeepSpeedGradients
+from ds_terapipe.pipeline.gradients import DeepSpeedGradients, reduce_tied
 from ds_terapipe.pipeline.loss_state import keep_loss_state
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.operators.interception import has_hooks
@@ -222,6 +222,8 @@ class TokenPipelineEngine(PipelineEngine):
         return choice == "micro_batch"
 
     # -------------------------------------------------------------------------------------------------------------- steps
+
+    _exec_reduce_tied_grads = reduce_tied
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimiser step on the next ``gradient_accumulation_steps`` micro-batches.

@@ -7,11 +7,12 @@ micro-batch (``DeepSpeedEngine.backward`` in runtime/engine.py); here a micro-ba
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
@@ -91,11 +92,19 @@ class DeepSpeedGradients:
         self._sums.clear()
 
 
-def reduce_tied(engine: Any, reduce: Callable[[], None]) -> None:
-    """Reduce the gradients of trained tied weights; with bf16 ``reduce``, which is DeepSpeed's, reduces frozen ones too."""
-    shared = engine.module.get_tied_weights_and_groups()
-    engine.module.get_tied_weights_and_groups = lambda: [pair for pair in shared if pair[0].requires_grad]
-    try:
-        reduce()
-    finally:
-        del engine.module.get_tied_weights_and_groups
+def gradient_name(engine: Any) -> str:
+    """Return the attribute of a parameter in which an engine has the sum of its gradients at the end of a schedule."""
+    if engine.using_bf16_optimizer:
+        return "_hp_grad"
+    return "grad_accum" if getattr(engine.optimizer, "use_grad_accum_attribute", False) else "grad"
+
+
+def reduce_tied(engine: Any) -> None:
+    """Reduce the gradients of trained tied weights over the stages that have them; collective.
+
+    DeepSpeed 0.19.8 reduces frozen ones too with bf16, and misses sums of another type than the model's with ZeRO-1.
+    """
+    name = gradient_name(engine)
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if weight.requires_grad and (gradient := getattr(weight, name)) is not None:
+            dist.all_reduce(gradient, group=group)

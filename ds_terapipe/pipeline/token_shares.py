@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.gradients import gradient_name
 
 
 class TokenShares(NamedTuple):
@@ -82,10 +83,9 @@ def sum_over_parts(engine: Any, weights: Iterable[Any]) -> None:
 
     As Megatron's ``_allreduce_non_tensor_model_parallel_grads``, which DeepSpeed's engine does not call.
     """
-    group, of_type = engine.grid.get_slice_parallel_group(), defaultdict(list)
+    group, of_type, name = engine.grid.get_slice_parallel_group(), defaultdict(list), gradient_name(engine)
     for weight in weights:
-        gradient = weight._hp_grad if engine.using_bf16_optimizer else weight.grad
-        if gradient is not None:
+        if (gradient := getattr(weight, name)) is not None:
             of_type[gradient.dtype].append(gradient)
     for gradients in of_type.values():
         flat = torch.cat([gradient.flatten() for gradient in gradients])

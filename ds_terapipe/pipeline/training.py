@@ -12,7 +12,6 @@ from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.autotune.slice_plan import SlicePlan
 from ds_terapipe.pipeline.batch import StepBatch, own
 from ds_terapipe.pipeline.ended import poison_on_error
-from ds_terapipe.pipeline.gradients import reduce_tied
 from ds_terapipe.pipeline.loss import runs_per_slice
 from ds_terapipe.pipeline.operators.interception import hooked_line, not_deferred_line, written_line
 from ds_terapipe.pipeline.recording.report import emit, log_step
@@ -122,7 +121,7 @@ def _finish(engine: Any) -> None:
         with collective("shared tokens", "the all-reduce of gradients over ranks that share tokens or heads"):
             sum_over_parts(engine, partial)
     with collective("tied gradients", "the all-reduce of tied gradients"):
-        reduce_tied(engine, engine._exec_reduce_tied_grads)
+        engine._exec_reduce_tied_grads()
     with collective("gradients", "the all-reduce of gradients over data-parallel replicas"):
         reduce_replicas(engine, engine._exec_reduce_grads)
     with (

@@ -61,11 +61,13 @@ def layers(tensors: int) -> list[Any]:
 
 
 def losses(rank: int, world_size: int, stages: int, tensors: int, schedule: str) -> list[float]:
-    """Train; the loss of each step."""
+    """Train, with several stages on each of several replicas under ZeRO-1; the loss of each step."""
     replicas, gradients._ALONE = world_size // stages, 1
+    zero = int(replicas > 1 and "stages_per_place" in ORDERS[schedule])
     engine = build_engine(
         layers(tensors), mean_loss, micro_batches=MICRO_BATCHES // replicas, stages=stages, optimizer=ADAMW,
         token_pipeline={"slices": SLICES, "schedule": schedule, "timeout_s": TIMEOUT_S, **ORDERS[schedule]},
+        config={"zero_optimization": {"stage": zero}},
     )  # fmt: skip
     share = MICRO_BATCHES // replicas
     mine = range(engine.grid.data_parallel_id * share, (engine.grid.data_parallel_id + 1) * share)

@@ -1,92 +1,90 @@
-"""Gradients of several replicas: what DeepSpeed makes of them, without its second copy of all of them."""
+"""Gradients of several replicas that are reduced early and where they are: bit for bit what DeepSpeed's copies come out as."""
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_terapipe.pipeline.replicas import _ALONE, ReplicaGradients, follow_replicas
+from ds_terapipe.pipeline import replicas
+from ds_terapipe.schedule import Action, Op, Unit
+from tests.elastic.training import PRECISIONS
+from tests.pipeline.models import gpt, masked_loss, steps_of
+from tests.pipeline.training import ADAMW, allow_fp16, build_engine, mine
 from tests.spawn import launched
 
-LARGE, SMALL = ((_ALONE,), (3, _ALONE)), ((8,), (_ALONE - 1,), (2, 4))
+LARGE, STEPS = 30, 3
+COMM_FP16, COMM_FP32 = {"communication_data_type": "fp16"}, {"communication_data_type": "fp32"}
+PREDIVIDED, PRESCALED = {"gradient_predivide_factor": 3.0}, {"prescale_gradients": True, "gradient_predivide_factor": 3.0}
+FP16 = {"fp16": {"enabled": True, "loss_scale": 2.0**-8}}  # gradients of few bits, which a division rounds
+FP32_SUMS = {**FP16, "data_types": {"grad_accum_dtype": "fp32"}}
+SUMMED = "gradient_average"  # an attribute
 SETTINGS: tuple[dict[str, Any], ...] = (
-    {}, {"gradient_average": False}, {"gradient_predivide_factor": 4.0},
-    {"prescale_gradients": True, "gradient_predivide_factor": 4.0}, {"communication_data_type": torch.float64},
+    {}, {SUMMED: False}, PREDIVIDED, PRESCALED, COMM_FP16, FP16, PRECISIONS["bf16"], PRECISIONS["bf16 ZeRO-1"],
 )  # fmt: skip
+APART, WHOLE = {"contiguous_gradients": False}, {"reduce_scatter": False}
+OF_ZERO: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (  # keys of ``zero_optimization``, and others
+    ({}, {}), ({}, {SUMMED: False}), ({}, COMM_FP16), (APART, COMM_FP16), (WHOLE, PREDIVIDED), ({}, FP16),
+    ({}, {**FP16, **COMM_FP32}), (APART, FP32_SUMS), ({}, FP32_SUMS),
+    ({}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
+)  # fmt: skip
+SETTINGS += tuple({**others, "zero_optimization": {"stage": 1, "reduce_bucket_size": 10000, **keys}} for keys, others in OF_ZERO)
 
 
-class Engine(DeepSpeedEngine):
-    """The part of DeepSpeed's engine that reduces a list of gradients."""
-
-    communication_data_type = None
-
-    def __init__(self, **setting: Any) -> None:
-        torch.nn.Module.__init__(self)
-        found = {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "gradient_average": True, **setting}
-        type(self).communication_data_type = found.pop("communication_data_type", torch.float32)
-        self.gradient_average, self.flattened = found.pop("gradient_average"), 0
-        self._config = SimpleNamespace(**found)
-
-    def flatten(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        self.flattened += sum(each.numel() for each in tensors)
-        return torch._utils._flatten_dense_tensors(tensors)
-
-    def unflatten(self, flat: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
-        return torch._utils._unflatten_dense_tensors(flat, tensors)
-
-    def __del__(self) -> None:  # DeepSpeed's undoes more than there is
-        pass
-
-
-class Ours(Engine):
-    def __init__(self, **setting: Any) -> None:
-        super().__init__(**setting)
-        self._replicas = ReplicaGradients(self, {})
-        follow_replicas(self)
+def trained(setting: dict[str, Any], alone: int) -> tuple[list[torch.Tensor], list[Any], int, int, int]:
+    """Weights, losses and norms after some steps; elements sent and copied into flat ones; gradients that began."""
+    flatten = torch._utils._flatten_dense_tensors
+    send, begin, flatten = (mock.Mock(wraps=each) for each in (dist.all_reduce, replicas._begin, flatten))
+    config = {key: value for key, value in setting.items() if key != SUMMED}
+    with mock.patch.multiple(replicas, _ALONE=alone, _begin=begin), mock.patch.object(dist, "all_reduce", send):
+        keys = {"slices": 3}
+        engine = build_engine(gpt(), masked_loss, token_pipeline=keys, stages=1, optimizer=ADAMW, clip=0.5, config=config)
+        engine.flatten = flatten
+        engine.gradient_average = engine.optimizer.gradient_average = setting.get(SUMMED, True)
+        if not config:  # a gradient has the strides of its weight
+            weight = next(each for each in engine.module.parameters() if each.dim() > 1)
+            weight.data = weight.data.t().contiguous().t()
+        scalars = []
+        for step in steps_of(STEPS, 4):
+            scalars += [engine.train_batch(iter(mine(engine, step))), engine.get_global_grad_norm()]
+    weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    assert not engine._replicas._begun, "which would hold gradients"
+    engine.destroy()
+    sent = sum([*call.args, *call.kwargs.values()][0].numel() for call in send.call_args_list)
+    copied = sum(each.numel() for call in flatten.call_args_list for each in call.args[0])
+    return weights, scalars, sent, copied, begin.call_count
 
 
-def reduced(engine: Any) -> tuple[list[torch.Tensor], list[int], int]:
-    """Gradients after the reduction, sizes of messages in their order, elements copied; the last is not contiguous."""
-    generator, sent, real = torch.Generator().manual_seed(dist.get_rank()), [], dist.all_reduce
-    mine = [torch.randn(size, generator=generator) for size in (*LARGE, *SMALL)]
-    mine.append(torch.randn((2, _ALONE), generator=generator).t())
-
-    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_reduce", noted), mock.patch("torch.distributed.distributed_c10d.all_reduce", noted):
-        if isinstance(engine, Ours):  # has begun with a part of a flat gradient
-            engine.mpu = SimpleNamespace(get_data_parallel_group=lambda: dist.group.WORLD)
-            engine._replicas._begin([mine[1][1]])
-        engine.allreduce_no_retain(mine, dist.group.WORLD, numel_per_bucket=10**9, dp_world_size=2)
-    return mine, sent, engine.flattened
-
-
-def every_setting(rank: int, world_size: int) -> list[tuple[Any, ...]]:
+def every_setting(rank: int, world_size: int) -> list[tuple[int, int]]:
+    """Copied elements with each setting, and those that DeepSpeed copies."""
+    allow_fp16()
     found = []
     for setting in SETTINGS:
-        theirs, _, all_copied = reduced(Engine(**setting))
-        ours, sent, copied = reduced(Ours(**setting))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-        assert [each.stride() for each in ours] == [each.stride() for each in theirs]
-        found.append((sent, copied, all_copied))
+        ours, scalars, sent, copied, early = trained(setting, LARGE)
+        theirs, wanted, all_sent, all_copied, none = trained(setting, 10**9)
+        torch.testing.assert_close([*ours, *scalars], [*theirs, *wanted], rtol=0, atol=0, msg=str(setting))
+        assert sent == all_sent and early > none == 0, setting
+        found.append((copied, all_copied))
     return found
 
 
 ranks = launched(every_setting, 2)
 
 
-def test_large_gradients_are_reduced_where_they_are_and_come_out_as_deepspeeds(ranks: list[Any]) -> None:
-    large = _ALONE + 3 * _ALONE
-    rest = 8 + (_ALONE - 1) + 8 + 2 * _ALONE
-    for result in ranks:
-        for setting, (sent, copied, all_copied) in zip(SETTINGS, result, strict=True):
-            assert all_copied == sum(sent) == rest + large
-            if "communication_data_type" in setting:
-                assert copied == all_copied - _ALONE
-            else:
-                assert copied == rest and sent[:4] == [_ALONE] * 4
+def test_gradients_come_out_with_the_bits_of_deepspeeds_and_without_its_copies(ranks: list[Any]) -> None:
+    for found in ranks:
+        assert found[SETTINGS.index(PREDIVIDED)][0] == 0 < found[0][0], "but for one that is not contiguous"
+        # in messages of another type the first step's are, before the replicas are connected
+        assert all(2 * copied < everything for copied, everything in found[: -len(OF_ZERO)])
+
+
+def test_stages_begin_in_one_order_whichever_ends_first() -> None:
+    engine, begun = mock.MagicMock(), []
+    gradients = replicas.ReplicaGradients(engine, {})
+    row = [Action(Op.BACKWARD, stage, Unit(0, 0)) for stage in (1, 3)]
+    with mock.patch.multiple(gradients, _can_begin=lambda: True, _of_stage=lambda stage: begun.append(stage) or []):
+        gradients.expect(row)
+        gradients.action_ends(row[0])
+        assert not begun
+        gradients.action_ends(row[1])
+    assert begun == [3, 1]

@@ -206,7 +206,7 @@ class _Run:
         if row.is_elastic and row.freeze == "schedule":
             facts.append(("frozen", engine.frozen_layers, row.frozen(number)))
         if not row.is_elastic:
-            early = here.replicas > 1 and row.precision != "ZeRO-1" and self.taken > 0
+            early = here.replicas > 1 and self.taken > 0
             stages = {s for s in engine._runtime.stages if engine.placement.goes_backward(s)} if early else set()
             facts.append(("stages reduced before the others' ends", engine._replicas._ended, stages))
         self.taken += 1
