@@ -291,7 +291,8 @@ DOES_NOTHING = "token_pipeline.granularity, memory_gb, measurements_path: nothin
 
 @pytest.mark.parametrize(("stages", "config", "lines"), [
     (1, {"token_pipeline": AUTO_ALONE}, [GAINS, DOES_NOTHING]), (1, {"token_pipeline": {"slices": "auto"}}, [GAINS]),
-    (2, {"token_pipeline": AUTO_ALONE}, []),
+    (2, {"token_pipeline": AUTO_ALONE}, []), (1, {"gradient_clipping": 1.0}, [GAINS]),
+    *((2, {"gradient_clipping": 1.0, **norm}, []) for norm in ({"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}})),
     (2, {"gradient_clipping": None}, ["gradient_clipping: 1.0 (DeepSpeed's default) clips by the true norm over"]),
 ])  # fmt: skip
 def test_what_gains_nothing_or_differs_is_said_once(caplog, stages, config, lines):

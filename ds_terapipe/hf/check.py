@@ -100,6 +100,7 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
         "pad_token_id": 0,  # of no token here; some configurations take no None
         "bos_token_id": 0,
         "eos_token_id": 0,
+        "reorder_and_upcast_attn": False,  # the same formula, computed in fp32
     }
     for name, value in wanted.items():
         if getattr(tiny, name, None) is not None:

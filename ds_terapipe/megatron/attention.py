@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.pipeline.operators.random_streams import TorchStates
 
 
 class _Attention(nn.Module):
@@ -32,6 +35,7 @@ class _Attention(nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -43,6 +47,7 @@ class _Attention(nn.Module):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.group = None if pg_collection is None else pg_collection.tp
 
     def forward(
         self,
@@ -69,20 +74,40 @@ class _Attention(nn.Module):
         if any(other is not None for other in others):
             raise ConfigError(f"core_attention: got {self.refuses}")
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        context = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=None if attention_mask is None else ~attention_mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=not self.is_bidirectional,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
+        dropout = self.dropout if self.training else 0.0
+        shared = dropout > 0.0 and self.group is not None and self.group.size() > 1
+        with _random_numbers_of(self.group.rank(), q.device) if shared else nullcontext():
+            context = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if attention_mask is None else ~attention_mask,
+                dropout_p=dropout,
+                is_causal=not self.is_bidirectional,
+                scale=self.softmax_scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
         return context.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout}, scale={self.softmax_scale}"
+
+
+@contextmanager
+def _random_numbers_of(shard: int, device: torch.device) -> Iterator[None]:
+    """Seed the default generators for the heads of one tensor-parallel rank.
+
+    They stay alike on all of these ranks, for dropout of what each has whole. megatron-core's tracker, which serves for
+    this there, needs CUDA.
+    """
+    seed = int(torch.randint(2**62, ())) + shard
+    states = TorchStates(device)
+    for generator in states.generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 class CausalAttention(_Attention):

@@ -29,8 +29,10 @@ def advise(config: Mapping[str, Any], model: Any, cut: bool = True) -> None:
         _advise_unplanned(config.get(TOKEN_PIPELINE, {}))
     from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 
+    from ds_terapipe.optim.engine_hooks import is_sharded
+
     clipping = config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
-    if above(0)(clipping):
+    if above(0)(clipping) and model.num_pipeline_stages() > 1 and not is_sharded(config, pipeline=True):
         logger.warning(
             "%s: %s%s clips by the true norm over all pipeline stages here; DeepSpeed's own engine counts the first stage "
             "only, so a clipped run differs from one without ds_terapipe",

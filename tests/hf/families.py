@@ -45,7 +45,8 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
     "gemma3": (transformers.Gemma3TextConfig, _GEMMA),
     "phi3": (transformers.Phi3Config, _GROUPED | _rope("longrope", **_TRAINED_ON, **_LONG) | _TRAINED_ON | {"pad_token_id": 0}),
     "olmo2": (transformers.Olmo2Config, _GROUPED),
-    "gpt2": (transformers.GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "gpt2": (transformers.GPT2Config, {"n_inner": 48, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+             "reorder_and_upcast_attn": True}),
     "gpt_neox": (transformers.GPTNeoXConfig, _rope("default", partial_rotary_factor=0.5)),
 }  # fmt: skip
 

@@ -142,7 +142,7 @@ def seeded(rank: int, size: int) -> tuple[float, float]:
     return max(relative(found[1][name], weight) for name, weight in found[0].items()), relative(found[2][key], found[0][key])
 
 
-def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[float], dict[str, Any]]]:
+def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[Any], dict[str, Any]]]:
     """Losses and weights of two steps on two tensor-parallel ranks, with sequence parallelism and without."""
     found = {}
     for dropout, shares, slices in ((0.0, False, 1), (0.0, True, 1), (0.0, True, 3), (0.0, True, [4, 2, 10]), (0.3, False, 3)):
@@ -157,7 +157,11 @@ def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[float], di
         losses = [float(engine.train_batch(data)) for data in [batches()] for _ in range(2)]
         found[shares, str(slices)] = losses, whole_tensors(module)  # which finds copies that differ
         engine.destroy()
-    del found[False, "3"]
+    torch.manual_seed(1)
+    attend = next(each for each in module.modules() if isinstance(each, CausalAttention))
+    attend.dropout = 0.5
+    drawn = attend(*torch.ones(3, 4, 1, 2, 8)), torch.rand(3)  # each rank has heads of its own
+    found[False, "3"] = [tensor.tolist() for tensor in drawn], {}
     return found
 
 
@@ -166,6 +170,8 @@ on_shares = launched(shared, 2)
 
 
 def test_ranks_that_share_tokens_train_as_those_that_have_all_of_them(on_shares: list[Any]) -> None:
+    (heads, after), (others, others_after) = (found.pop((False, "3"))[0] for found in on_shares)
+    assert heads != others and after == others_after, "attention dropout of ranks with other heads"
     for found in on_shares:
         losses, weights = found.pop((False, "1"))
         for case, (theirs, others) in found.items():

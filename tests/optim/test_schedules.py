@@ -56,16 +56,22 @@ def test_ramp_by_hand(ramp: Ramp, expected: list[float]) -> None:
     assert [ramp.lr(k) for k in range(len(expected))] == expected
 
 
-def test_the_engine_has_the_last_word_on_the_batch_size() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_engine_has_the_last_word_on_the_batch_size(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The first rank alone says that the schedule has come to its end."""
+    caplog.set_level("INFO")
     optimizer = sgd()
     schedule = build_scheduler("LambWarmup", PARAMS, {"train_micro_batch_size_per_gpu": 4})(optimizer)
     with pytest.raises(RuntimeError, match="attach"):
         schedule.get_lr()
     load = {"load_checkpoint": lambda _: optimizer.param_groups[0].update(lr=0.5)}  # as with ZeRO, behind the scheduler
-    engine = type("Engine", (), {"train_batch_size": lambda _: 256, **load})()
+    engine = type("Engine", (), {"train_batch_size": lambda _: 256, "global_rank": rank, **load})()
     for take in (lambda: schedule.attach(engine), lambda: engine.load_checkpoint()):
         take()
         assert optimizer.param_groups[0]["lr"] == close(2e-3 / 5)
+    for _ in range(PARAMS["total_steps"] + 1):
+        schedule.step()
+    assert ["steps are done" in message for message in caplog.messages] == [True] * (rank == 0)
 
 
 def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:

@@ -67,6 +67,11 @@ def cross(inputs: tuple[Tensor, Tensor]) -> Tensor:
     return inputs[0] + (attend(q, k, k) + masked).transpose(1, 2).flatten(2)
 
 
+def over_heads(hidden: Tensor) -> Tensor:
+    """Attention of each token's heads over each other: as many as a slice has tokens."""
+    return attend(*[hidden.unflatten(-1, (UNEVEN[1], -1))] * 3).flatten(-2)
+
+
 def rotary(tokens: Tensor, positions: Tensor) -> Tensor:
     """A table e^(i t), conjugated lazily: complex, and not in memory as it reads."""
     angles = positions.float().unsqueeze(-1) / torch.arange(1, HIDDEN // 2 + 1)
@@ -109,7 +114,7 @@ MODELS: dict[str, list[Any]] = {
     "two with gradients": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
     "unused output": beside(Early, lambda inputs: inputs[0]),
     "an encoder's states": beside(lambda tokens, _: torch.randn(len(tokens), 4, HIDDEN, generator=torch.Generator()), cross),
-    "functions": layers(Embedding, Block, torch.tanh, lambda x: 2 * x, Block, Head),
+    "functions": layers(Embedding, Block, over_heads, lambda x: 2 * x, Block, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),

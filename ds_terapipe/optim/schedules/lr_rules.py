@@ -86,6 +86,7 @@ class Schedule:
     def attach(self, engine: Any) -> None:
         """Called once, after ``deepspeed.initialize``, with the engine that steps this schedule."""
         override(engine, "load_checkpoint", self._loading)
+        self._told = engine.global_rank != 0
 
     def _loading(self, engine: Any, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint; its optimizer's LR, which ZeRO loads last, gives way to the schedule's."""

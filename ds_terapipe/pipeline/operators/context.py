@@ -63,6 +63,11 @@ class CallForm(NamedTuple):
         heads = queries[-3] if len(queries) > 2 else 1
         return cls(causal, heads, keys[-3] if len(keys) > 2 else 1, queries[-1], v.shape[-1])
 
+    @property
+    def headless(self) -> CallForm:
+        """Form without numbers of heads: in attention over another dimension the slice's tokens are in their place."""
+        return self._replace(heads=0, kv_heads=0)
+
 
 class SliceContext:
     """The running unit, and the attention buffers of the micro-batches in flight."""
@@ -155,6 +160,7 @@ class SliceContext:
         By chance these may be as many as the slice's tokens: ``over_itself``. Then it was another number in a slice of
         another length. The inspection begins with two such slices.
         """
+        form = form.headless
         if self.layer is None or (self._recomputing and not self._inside):
             if not over_itself or all(form != apart for _, apart in self._apart):
                 return not over_itself
@@ -168,7 +174,7 @@ class SliceContext:
 
     def is_new(self, form: CallForm, keys: int) -> bool:
         """Whether no slice has made the next attention call, which is not causal by itself; notes it."""
-        call = CallKey(-1 if self.layer is None else self.layer, self._call), form
+        call = CallKey(-1 if self.layer is None else self.layer, self._call), form.headless
         is_new = call not in self._sizes
         self._sizes.setdefault(call, keys)
         return is_new
