@@ -6,17 +6,17 @@ They send the samples to the ranks that need them now. The samples of a step, an
 
 from __future__ import annotations
 
+import copy
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
@@ -136,7 +136,7 @@ def _handed_over(engine: Any, role: str, source: int, target: int, units: Sequen
     group = engine._consensus.group
     if engine.global_rank == source:
         with engine._watchdog.waiting(f"rank {target} to take {role} that were read here"):
-            torch.distributed.send_object_list([tree_map_only(Tensor, _on_host, list(units))], target, group=group)
+            torch.distributed.send_object_list([[_map(each, _on_host) for each in units]], target, group=group)
         return ()
     box: list[Any] = [None]
     with engine._watchdog.waiting(f"{role} that rank {source} reads"):
@@ -150,30 +150,16 @@ def _check(micro_batches: Sequence[Any], size: int | None) -> None:
     for item in micro_batches:
         check_item(item)
         for value in item[:2] if size is not None else ():
-            for leaf in tree_leaves(value, _is_leaf):
-                if not isinstance(leaf, (Tensor, list, tuple, type(None), *_PLAIN)):
-                    raise ConfigError(
-                        f"the data iterator: got a {type(leaf).__name__} in a micro-batch, must be tensors, texts and numbers, "
-                        "in lists, tuples or dicts where a reshape divides it, use a dict"
-                    )
+            for other in _others(value):
+                raise ConfigError(
+                    f"the data iterator: got a {type(other).__name__} in a micro-batch, must be tensors, texts and numbers, in "
+                    "lists, tuples or dicts where a reshape divides it, use a dict"
+                )
             if (got := samples_of(value)) not in (0, size):
                 raise ConfigError(
                     f"the data iterator: got a micro-batch of {got} samples, must be of {size} where a reshape divides it, use "
                     "drop_last=True in the DataLoader"
                 )
-
-
-class _OfAll(NamedTuple):
-    """A leaf without a part for each sample: a mask for all of them."""
-
-    leaf: Any
-
-
-def _is_leaf(value: Any) -> bool:
-    """Whether a value is texts or numbers, of which a collated micro-batch has one for each sample, or is for all of them."""
-    if not isinstance(value, (list, tuple)) or not value or hasattr(value, "_fields"):
-        return isinstance(value, _OfAll)
-    return all(isinstance(each, _PLAIN) or (isinstance(each, Tensor) and not each.dim()) for each in value)
 
 
 def _rows(value: Any, size: int) -> list[Any]:
@@ -182,41 +168,102 @@ def _rows(value: Any, size: int) -> list[Any]:
     def part(row: int) -> Callable[[Any], Any]:
         return lambda leaf: leaf[row : row + 1] if has_samples(leaf, size) else _OfAll(leaf)
 
-    return [tree_map(part(row), value, is_leaf=_is_leaf) for row in range(size)]
+    return [_map(value, part(row)) for row in range(size)]
 
 
 def _regrouped(rows: Sequence[Any], size: int) -> list[Any]:
     """Join samples to micro-batches of ``size``."""
-    groups = [rows[first : first + size] for first in range(0, len(rows), size)]
-    return [tree_map(_joined, *group, is_leaf=_is_leaf) for group in groups]
+    return [_joined(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def _joined(*leaves: Any) -> Any:
-    first = leaves[0]
-    if isinstance(first, _OfAll):
-        return first.leaf
-    if not isinstance(first, Tensor):
-        return type(first)(chain(*leaves))
-    if any(leaf.shape[1:] != first.shape[1:] for leaf in leaves):
-        raise ConfigError(
-            f"the data iterator: got samples of {list(first.shape[1:])} beside others in micro-batches that a reshape joins, "
-            "must be of one shape, use padding or a micro-batch that divides the batch of every shape"
-        )
-    return torch.cat(leaves) if len(leaves) > 1 else first
+class _OfAll(NamedTuple):
+    """A leaf without a part for each sample: a mask for all of them."""
+
+    leaf: Any
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is texts or numbers, of which a collated micro-batch has one for each sample."""
+    several = isinstance(value, (list, tuple)) and len(value) > 0 and not hasattr(value, "_fields")
+    return several and all(isinstance(each, _PLAIN) or _is_number(each) for each in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    return tuple(value.values()) if isinstance(value, Mapping) else value
+
+
+def _others(value: Any) -> Iterator[Any]:
+    """Yield what is neither a tensor, text or number nor a list, tuple or dict, and so cannot be divided."""
+    if isinstance(value, (Mapping, tuple, list)):
+        for each in _entries(value):
+            yield from _others(each)
+    elif not isinstance(value, (Tensor, type(None), *_PLAIN)):
+        yield value
+
+
+def _with(value: Any, items: Iterable[Any]) -> Any:
+    """Return a list, tuple or dict of the same type with other items."""
+    if isinstance(value, Mapping):
+        copied: Any = copy.copy(value)
+        for key, item in zip(value, items, strict=True):
+            copied[key] = item
+        return copied
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _joined(rows: Sequence[Any]) -> Any:
+    of_all = next((row for row in rows if isinstance(row, _OfAll)), None)
+    if of_all is not None:
+        return of_all.leaf
+    if _is_list(rows[0]):
+        return _with(rows[0], (each for row in rows for each in row))
+    if isinstance(rows[0], Mapping):
+        return _with(rows[0], (_joined([row[key] for row in rows]) for key in rows[0]))
+    if isinstance(rows[0], Tensor):
+        if any(row.shape[1:] != rows[0].shape[1:] for row in rows):
+            shape = list(rows[0].shape[1:])
+            raise ConfigError(
+                f"the data iterator: got samples of {shape} beside others in micro-batches that a reshape joins, must be "
+                "of one shape, use padding or a micro-batch that divides the batch of every shape"
+            )
+        return torch.cat(list(rows)) if len(rows) > 1 else rows[0]
+    if isinstance(rows[0], (tuple, list)):
+        return _with(rows[0], (_joined(column) for column in zip(*rows, strict=True)))
+    return rows[0]
 
 
 def samples_of(value: Any) -> int:
     """Return the number of samples: the size of the first tensor's first dimension, 0 without one."""
-    return next((len(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    if isinstance(value, Tensor):
+        return int(value.shape[0]) if value.dim() else 0
+    items = _entries(value) if isinstance(value, (Mapping, tuple, list)) else ()
+    return next((samples_of(item) for item in items if isinstance(item, (Tensor, tuple, list, Mapping))), 0)
 
 
 def has_samples(leaf: Any, samples: int) -> bool:
     """Whether the first dimension of a tensor, or a list, counts samples; a mask for all samples is sent whole."""
     if isinstance(leaf, Tensor):
         return leaf.dim() > 0 and leaf.shape[0] == samples
-    return isinstance(leaf, (list, tuple)) and len(leaf) == samples
+    return len(leaf) == samples
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to each tensor, and to each list of texts or numbers."""
+    if isinstance(value, Tensor) or _is_list(value):
+        return function(value)
+    if isinstance(value, _OfAll):
+        return _OfAll(_map(value.leaf, function))
+    if isinstance(value, (Mapping, tuple, list)):
+        return _with(value, (_map(item, function) for item in _entries(value)))
+    return value
+
+
+def _on_host(leaf: Any) -> Any:
     """Copy a tensor to the host, without the rest of the storage."""
-    return tensor.detach().cpu().clone()
+    if isinstance(leaf, (list, tuple)):
+        return _with(leaf, map(_on_host, leaf))
+    return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf
