@@ -13,7 +13,7 @@ from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.elastic import settings
 from ds_terapipe.errors import LARGEST_COUNT, ConfigError
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
+from ds_terapipe.optim.schedules.keys import WarmupKeys
 from tests.json_values import JSON
 from tests.schedule.strategies import SCHEDULES
 
@@ -147,4 +147,4 @@ def test_what_nothing_can_hold_is_refused_for_optimizers_and_schedulers():
     params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1}
     for name in params:
         with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
-            LambWarmup.checked({**params, name: BIG})
+            WarmupKeys.read({**params, name: BIG})

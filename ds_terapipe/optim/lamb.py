@@ -105,17 +105,10 @@ class FusedLamb(torch.optim.Optimizer):
         check_gradients: bool = True,
         backend: str = "auto",
     ) -> None:
-        if type(monitor_interval) is not int or monitor_interval < 0:
-            rule = "a number of steps, 0 or more"
-            raise bad_value(modes.key("monitor_interval"), monitor_interval, rule, "0 for never")
-        if backend not in backends.NAMES:
-            raise bad_value(modes.key("backend"), backend, f"one of {', '.join(backends.NAMES)}", '"auto"')
-        if max_grad_norm is not None:
-            max_grad_norm = modes.number("max_grad_norm", max_grad_norm, "1.0, or null for no clipping", positive=True)
-        self.max_grad_norm: float = max_grad_norm or 0.0
-        self.monitor_interval = monitor_interval
-        self.check_gradients = modes.flag("check_gradients", check_gradients)
-        self.backend = backend
+        self.max_grad_norm: float = modes.checked("max_grad_norm", max_grad_norm) or 0.0
+        self.monitor_interval: int = modes.checked("monitor_interval", monitor_interval)
+        self.check_gradients: bool = modes.checked("check_gradients", check_gradients)
+        self.backend: str = modes.checked("backend", backend)
         self._records: list[Record] = []
         self._groups = Groups(tensor_parallel=tensor_parallel_group)
         self._reset()

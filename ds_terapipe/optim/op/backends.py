@@ -22,8 +22,6 @@ from ds_terapipe.optim.op.segments import Tables
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("auto", "cpu", "cuda", "plain")
-
 
 class Backend(Protocol):
     """The two phases of a step and the read of the gradients before them; the formula is that of csrc/lamb/segment.h."""

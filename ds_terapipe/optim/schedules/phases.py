@@ -1,79 +1,12 @@
-"""Phases of a ``MixedBatch`` training, pure: their definition, their rules, and the phase of a step.
-
-Imports the standard library only.
-"""
+"""Phases of a ``MixedBatch`` training: the phase of a step, and rules of their batches and lengths beside other keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ds_terapipe.errors import ConfigError, bad_value, shown
-from ds_terapipe.optim.schedules.lr_rules import Ramp, whole_steps
-from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, warmup_setting
-
-REQUIRED = ("steps", "batch_size", "seq_length", "lr")
-KEYS = (*REQUIRED, "warmup_ratio", "warmup_steps", "end_lr", "power", "decay_from", "micro_batch_size")
-EXAMPLE = '[{"steps": 7038, "batch_size": 65536, "seq_length": 128, "lr": 6e-3, "warmup_ratio": 0.2843}, ...]'
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Optimiser steps with one batch size and sequence length, and a warm-up and decay of their own.
-
-    Attributes:
-        batch_size: samples in a step, over all replicas.
-        seq_length: tokens in a sample.
-        micro_batch_size: samples in a micro-batch of one replica; None: as in the phase before, in the first phase the
-            configuration's ``train_micro_batch_size_per_gpu``.
-        ramp: the LR by the steps taken in this phase; it has their number.
-    """
-
-    batch_size: int
-    seq_length: int
-    micro_batch_size: int | None
-    ramp: Ramp
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps in this phase."""
-        return self.ramp.steps
-
-
-def phase_path(index: int) -> str:
-    """The key of a phase in the configuration."""
-    return f"{PATH}.phases[{index}]"
-
-
-def parse_phases(params: object) -> tuple[Phase, ...]:
-    """The phases in ``scheduler.params``.
-
-    Raises:
-        ConfigError: naming the first key that is wrong, ``scheduler.params.phases[1].lr``.
-    """
-    block = known_keys(PATH, params, ("phases",), ("phases",))
-    given = block["phases"]
-    if not isinstance(given, (list, tuple)) or not given:
-        raise bad_value(f"{PATH}.phases", given, "a list of one or more phases", f"e.g. {EXAMPLE}")
-    return tuple(_phase(phase_path(index), entry) for index, entry in enumerate(given))
-
-
-def _phase(path: str, entry: object) -> Phase:
-    block = known_keys(path, entry, KEYS, REQUIRED)
-    steps = count(f"{path}.steps", block["steps"])
-    peak = number(f"{path}.lr", block["lr"], above=0.0)
-    given = warmup_setting(path, block)
-    warmup = whole_steps(given["warmup_ratio"], steps) if "warmup_ratio" in given else given["warmup_steps"]
-    if warmup > steps:
-        raise bad_value(f"{path}.warmup_steps", warmup, f"at most the phase's steps ({steps})", str(steps // 10))
-    micro = block.get("micro_batch_size")
-    return Phase(
-        count(f"{path}.batch_size", block["batch_size"]),
-        count(f"{path}.seq_length", block["seq_length"]),
-        None if micro is None else count(f"{path}.micro_batch_size", micro),
-        Ramp(peak, steps, warmup, **decay_settings(path, block, peak)),
-    )
+from ds_terapipe.optim.schedules.keys import Phase, phase_path
 
 
 def position(phases: Sequence[Phase], step: int) -> tuple[int, int]:
