@@ -59,7 +59,6 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("weight_gradients", "once", '"micro_batch" or "slice"', {"slices": 8}),
     ("layout", "bs_h", '"auto" or "bsh" or "sbh", use "bsh"', {"slices": 8}),
     ("verify", 1, "got 1, must be true or false", {"slices": 8}),
-    ("pack_weights", 0, "got 0, must be absent (weights are no longer packed), use ", {"slices": 8}),
     ("timeout_s", 0, f"got 0, must be {YEAR}", {"slices": 8}),
     ("timeout_s", 31536001, "at most 31536000, use e.g. 600", {"slices": 8}),
     ("trace_path", "", 'got "", must be the name of a file, use "trace.json"', {"slices": 8}),

@@ -7,8 +7,7 @@ scheduler. The configuration that it sees is a copy with what it needs to accept
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,23 +41,11 @@ class JsonKeys:
     optimizer: Callable[[Any], FusedLamb] | None
     lr_scheduler: Callable[[Any], Any] | None
 
-    @contextmanager
-    def put_into(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Replace arguments of ``deepspeed.initialize``, in place, with a configuration where there was one."""
-        holder, name = _configuration_holder(arguments)
+    def put_into(self, arguments: dict[str, Any]) -> None:
+        """Replace arguments of ``deepspeed.initialize``, in place."""
         for argument, value in (("optimizer", self.optimizer), ("lr_scheduler", self.lr_scheduler)):
             if value is not None:
                 arguments[argument] = value
-        if holder is arguments:
-            arguments[name] = self.config
-            yield
-            return
-        given = getattr(holder, name)
-        setattr(holder, name, self.config)
-        try:
-            yield
-        finally:
-            setattr(holder, name, given)
 
     def finish(self, engine: Any) -> None:
         """Attach the optimizer and the scheduler to an engine that was built with these arguments."""
@@ -96,16 +83,6 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
             raise ConfigError(f"{SCHEDULER}.type: got {kind} without an optimizer, must have one, use optimizer.type")
         made, make_scheduler = lr_schedules.read(made, _replicas(config, arguments))
     return JsonKeys(made, make_optimizer, make_scheduler)
-
-
-def _configuration_holder(arguments: dict[str, Any]) -> tuple[Any, str]:
-    """Return the holder of the configuration and its name there: the call's arguments, or the object ``args``."""
-    for name in ("config", "config_params"):
-        if arguments.get(name) is not None:
-            return arguments, name
-    args = arguments["args"]
-    name = "deepscale_config" if getattr(args, "deepscale_config", None) is not None else "deepspeed_config"
-    return args, name
 
 
 def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:

@@ -296,9 +296,6 @@ class FusedLamb(torch.optim.Optimizer):
         for record in self._records:
             if record.group is group:
                 return record
-        for record in self._records:
-            if [id(tensor) for tensor in record.group["params"]] == [id(tensor) for tensor in group["params"]]:
-                return record
         raise ConfigError(
             "optimizer.type: got FusedLamb with a parameter group that it was not made with, must be one of its own, use "
             "add_param_group"

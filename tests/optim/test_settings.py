@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.register import wrap
+from ds_terapipe.register import replaced_configuration, wrap
 
 NAN, INF = math.nan, math.inf
 BAD: dict[str, tuple[Any, ...]] = {
@@ -221,9 +221,9 @@ def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) ->
 @pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
 def test_the_users_args_get_back_what_they_held(name: str) -> None:
     args = SimpleNamespace(**{"deepspeed_config": None, name: "ds_config.json"})
-    keys = read(config())
-    with pytest.raises(KeyError), keys.put_into({"args": args}):
-        assert getattr(args, name) is keys.config
+    settings = config()
+    with pytest.raises(KeyError), replaced_configuration({"args": args}, settings):
+        assert getattr(args, name) is settings
         raise KeyError
     assert getattr(args, name) == "ds_config.json"
 
