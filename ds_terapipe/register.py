@@ -229,7 +229,7 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
+def _pipeline_engine(given: dict[str, Any], config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
     """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
     A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
@@ -237,6 +237,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     key = ELASTIC_PIPELINE if is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     with _able(key):
         from . import compat, refusals
+        from .elastic.moves import start
         from .pipeline.engine import TokenPipelineEngine
         from .pipeline.teardown import check_open
         from .pipeline.transport.watchdog import launching
@@ -258,13 +259,9 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
     if settings[TOKEN_PIPELINE].plan_path is not None and key == TOKEN_PIPELINE:
-        settings[TOKEN_PIPELINE] = importlib.import_module("ds_terapipe.elastic.moves.start").as_planned(
-            settings[TOKEN_PIPELINE], watchdog
-        )
+        settings[TOKEN_PIPELINE] = start.as_planned(settings[TOKEN_PIPELINE], watchdog)
     if settings[TOKEN_PIPELINE].stages_per_place > 1:
-        importlib.import_module("ds_terapipe.elastic.moves.start").place_stages(
-            given, settings[TOKEN_PIPELINE], watchdog
-        )
+        start.place_stages(given, settings[TOKEN_PIPELINE], watchdog)
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.

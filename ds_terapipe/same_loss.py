@@ -55,9 +55,7 @@ def initialize(inner: Callable[..., Any], config: Mapping[str, Any] | None, give
 
 def _record(engine: Any, asked: Asked) -> None:
     if not hasattr(engine, "train_batch"):
-        raise ConfigError(
-            f"same-loss: got a {type(engine).__name__}, must be an engine with train_batch, of a PipelineModule"
-        )
+        raise ConfigError(f"same-loss: got a {type(engine).__name__}, must have train_batch, use a PipelineModule")
     train, done = engine.train_batch, 0
 
     def train_batch(*args: Any, **kwargs: Any) -> Any:

@@ -181,9 +181,7 @@ class FusedLamb(torch.optim.Optimizer):
             ConfigError: if ``tied`` is given without ``norm_group``.
         """
         if tied and norm_group is None:
-            raise ConfigError(
-                "optimizer.type: got tied weights, must be told all ranks of the model, use norm_group=..."
-            )
+            raise ConfigError("optimizer.type: got tied weights, must know all ranks of the model, use norm_group=...")
         self._groups = Groups(
             tensor_parallel_group if tensor_parallel_group is not None else self._groups.tensor_parallel,
             norm_group,
@@ -312,7 +310,7 @@ class FusedLamb(torch.optim.Optimizer):
         total = sum(len(record.group["params"]) for record in records)
         if copies is not None and len(copies) != total:
             raise ValueError(
-                f"FusedLamb.step: got {len(copies)} copies, must be one for each of {total} parameters, or None"
+                f"FusedLamb.step: got {len(copies)} copies, must be one, or None, for each of {total} tensors"
             )
         for table in tables:
             table.refresh(self.state, copies)

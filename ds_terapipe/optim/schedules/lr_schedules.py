@@ -42,9 +42,7 @@ class LambWarmup(Schedule):
     def lr_at(self, step: int) -> float:
         """The LR of the step after ``step`` others; RuntimeError as long as the batch size is not known."""
         if self.ramp is None:
-            raise RuntimeError(
-                "LambWarmup: the batch size is not known, call attach(engine) after deepspeed.initialize"
-            )
+            raise RuntimeError("LambWarmup: got no batch size, must be attached first, use attach(engine)")
         return self.ramp.lr(step)
 
     def attach(self, engine: Any) -> None:
