@@ -5,15 +5,12 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.elastic import settings
 from ds_terapipe.errors import LARGEST_COUNT, ConfigError
-from ds_terapipe.optim.schedules.keys import WarmupKeys
 from tests.json_values import JSON
 from tests.schedule.strategies import SCHEDULES
 
@@ -137,13 +134,3 @@ def test_what_nothing_can_hold_is_refused(path):
         with pytest.raises(ConfigError, match=rf"^{re.escape(path)}: got .*, must be .*, use [^\n]*$"):
             parse({block: config})
             settings.parse({block: config})
-
-
-def test_what_nothing_can_hold_is_refused_for_optimizers_and_schedulers():
-    for name in ("lr", "weight_decay", "max_grad_norm", "max_coeff"):
-        with pytest.raises(ConfigError, match=rf"optimizer\.params\.{name}: got 1000+"):
-            FusedLamb([torch.nn.Parameter(torch.zeros(2))], **{name: BIG})
-    params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1}
-    for name in params:
-        with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
-            WarmupKeys.read({**params, name: BIG})

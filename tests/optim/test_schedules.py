@@ -113,9 +113,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"decay_from": "end"}, '.decay_from: got "end", must be "peak" or "start"'),
     ({"total_step": 3}, ': unknown key "total_step", must be one of'),
     ({"total_steps": GONE}, ".total_steps: missing"),
+    *(({name: 10**400}, f".{name}: got 1000") for name in (*WarmupKeys.model_fields,) if name in PARAMS),  # JSON has no limit
 ]
-
-
 SMALL: list[dict[str, Any]] = [
     {"steps": 4, "batch_size": 8, "seq_length": 16, "lr": 0.8, "warmup_steps": 2},
     {"steps": 5, "batch_size": 4, "seq_length": 32, "lr": 0.4, "warmup_ratio": 0.4, "end_lr": 0.1, "micro_batch_size": 1},
