@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError, bad_value, shown
 from ds_terapipe.optim.schedules.keys import Phase, phase_path
 
@@ -64,7 +65,7 @@ def check_config(phases: Sequence[Phase], config: Mapping[str, Any], replicas: i
         if isinstance(block, Mapping) and block.get("enabled") is True:
             rule = "false beside MixedBatch (each would set batch size or sequence length on its own)"
             raise bad_value(f"{name}.enabled", True, rule, "false")
-    _check_slices(phases, config.get("token_pipeline"))
+    _check_slices(phases, config)
     if replicas is not None:
         _check_batch(phases, config, replicas)
 
@@ -85,18 +86,15 @@ def _check_batch(phases: Sequence[Phase], config: Mapping[str, Any], replicas: i
         raise bad_value("gradient_accumulation_steps", steps, rule, str(wanted))
 
 
-def _check_slices(phases: Sequence[Phase], block: object) -> None:
-    if not isinstance(block, Mapping) or block.get("enabled") is False:
-        return
-    slices = block.get("slices")
-    whole = isinstance(slices, int) and not isinstance(slices, bool)
-    listed = isinstance(slices, (list, tuple)) and all(isinstance(length, int) for length in slices)
+def _check_slices(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
+    settings = parse(config)
+    slices = "auto" if settings is None else settings.slices
     for index, phase in enumerate(phases):
         key, length = f"{phase_path(index)}.seq_length", phase.seq_length
-        if listed and sum(slices) != length:  # type: ignore[arg-type]
+        if isinstance(slices, list) and sum(slices) != length:
             raise ConfigError(
-                f"token_pipeline.slices: got {shown(slices)}, which add up to {sum(slices)} tokens, must add up to {key} "  # type: ignore[arg-type]
-                f"({length}), use a number of slices, e.g. {len(slices)}"  # type: ignore[arg-type]
+                f"token_pipeline.slices: got {shown(slices)}, which add up to {sum(slices)} tokens, must add up to {key} "
+                f"({length}), use a number of slices, e.g. {len(slices)}"
             )
-        if whole and slices > length:  # type: ignore[operator]
+        if isinstance(slices, int) and slices > length:
             raise bad_value("token_pipeline.slices", slices, f"at most {key} ({length})", f"e.g. {min(8, length)}")
