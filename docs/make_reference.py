@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ds_terapipe import cli, config
@@ -17,9 +17,7 @@ from ds_terapipe.blocks import Block, must_of
 from ds_terapipe.commands.schema import lamb_keys
 from ds_terapipe.docstrings import entries
 from ds_terapipe.elastic import settings as elastic
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
-from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
-from ds_terapipe.optim.schedules.phases import REQUIRED
+from ds_terapipe.optim.schedules.keys import Phase, WarmupKeys
 from ds_terapipe.refusals.configuration import CUT_RULES, LAMB_RULES, RULES
 from ds_terapipe.rules import Rule
 
@@ -92,8 +90,6 @@ def lamb_part() -> str:
     rows = "".join(
         f"| `{name}` | `{json.dumps(default)}` | {code(text)} |\n" for name, (default, text) in lamb_keys().items()
     )
-    texts = entries(LambWarmup, "Args")
-    warmup = {name: texts[name] for name in LambWarmup.KEYS}
     return f"""## FusedLamb
 
 The keys of `optimizer.params`, where `optimizer.type` is `"FusedLamb"`. The formulas of the modes are
@@ -107,19 +103,22 @@ in the [class](api.md#ds_terapipe.optim.lamb.FusedLamb).
 The keys of `scheduler.params`, where `scheduler.type` is `"LambWarmup"`.
 The peak LR is `reference_lr` times the square root of the batch over `reference_batch_size`.
 
-{plain_table(warmup, LambWarmup.REQUIRED)}
+{plain_table(WarmupKeys)}
 ## MixedBatch
 
 Where `scheduler.type` is `"MixedBatch"`, `scheduler.params.phases` is a list of phases.
 Each has its own batch, sequence length and LR.
 
-{plain_table(entries(MixedBatch, "Keys of a phase"), REQUIRED)}
+{plain_table(Phase)}
 ## DeepSpeed's keys beside FusedLamb
 {rules_of(LAMB_RULES)}"""
 
 
-def plain_table(texts: Mapping[str, str], required: Iterable[str]) -> str:
-    rows = (f"| `{name}` | {'yes' if name in required else 'no'} | {code(text)} |\n" for name, text in texts.items())
+def plain_table(block: type[Block]) -> str:
+    rows = (
+        f"| `{name}` | {'yes' if block.model_fields[name].is_required() else 'no'} | {code(text)} |\n"
+        for name, text in entries(block, "Attributes").items()
+    )
     return "| key | required | meaning |\n|---|---|---|\n" + "".join(rows)
 
 

@@ -55,6 +55,7 @@ Switch = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_COUNT), BeforeValidator(_plain_int)]
 Whole = Annotated[int, Field(strict=True, ge=0, le=LARGEST_64), BeforeValidator(_plain_int)]
 Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 FileName = Annotated[str, Field(strict=True), AfterValidator(_names_a_file)]
 Gigabytes = Annotated[Annotated[Number, Field(le=LARGEST_GB)] | None, Must("a positive number of 1e9 bytes", "e.g. 16")]
 
@@ -148,6 +149,9 @@ def _one_line(block: type[Block], data: Any) -> Iterator[None]:
         if isinstance(cause, ConfigError):
             raise cause from None
         name = first["loc"][0]
+        if first["type"] == "missing":
+            must = must_of(block.model_fields[str(name)])
+            raise ConfigError(f"{block.PATH}.{name}: missing, must be {must.rule}, use {must.use}") from None
         bounds = [each["ctx"]["le"] for each in (first, *others) if each["type"] == "less_than_equal"]
         raise _refusal(block, str(name), data[name], bounds) from None
 

@@ -10,20 +10,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from . import blocks
 from .blocks import Block, Count, FileName, Gigabytes, Must, Number, Switch, one_of
 from .errors import shown
-from .rules import Rule, at, check, is_given
+from .rules import Rule, at, is_given
 from .schedule import choices
 
 TOKEN_PIPELINE = "token_pipeline"
 AUTO, INTERLEAVED = "auto", "interleaved"
 YEAR_S = 31536000  # in some 300 years a process group counts over, and its operations end at once
-_GONE = [
-    Rule(
-        f"{TOKEN_PIPELINE}.pack_weights",
-        is_given,
-        "absent (weights are no longer packed)",
-        f"{TOKEN_PIPELINE} without it",
-    )
-]
 
 
 def _distinct(dimensions: list[int]) -> list[int]:
@@ -188,6 +180,4 @@ def parse(config: Mapping[str, Any]) -> TokenPipelineConfig | None:
     Raises:
         ConfigError: the block is not one, has an unknown key, or a value that breaks its rule.
     """
-    if at(config, f"{TOKEN_PIPELINE}.enabled") is not False:
-        check(_GONE, config)
     return blocks.parse(TokenPipelineConfig, config, RULES)

@@ -203,9 +203,8 @@ def compile_to(recipe: Recipe, path: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_compile, recipe), recipe.sources, objects))
         module = str(Path(folder, "module.so"))
-        _run(
-            recipe, str(nvcc() if recipe.uses_nvcc else compiler()), "-shared", *objects, *recipe.ldflags, "-o", module
-        )
+        linker = str(nvcc() if recipe.uses_nvcc else compiler())
+        _run(recipe, linker, "-shared", *objects, *recipe.ldflags, "-o", module)
         os.replace(module, path)
 
 
@@ -213,9 +212,8 @@ def _compile(recipe: Recipe, source: str, target: str) -> None:
     if source.endswith(".cu"):
         _run(recipe, str(nvcc()), *recipe.nvcc_args, "-c", source, "-o", target)
         return
-    includes = [
-        part for path in (pybind11_include(), sysconfig.get_path("include")) for part in ("-isystem", str(path))
-    ]
+    folders = pybind11_include(), sysconfig.get_path("include")
+    includes = [part for folder in folders for part in ("-isystem", str(folder))]
     define = f"-DLAMB_DIGEST={source_digest(recipe)}"
     _run(recipe, str(compiler()), *recipe.cxx_args, *includes, define, "-c", source, "-o", target)
 
@@ -247,9 +245,7 @@ def _locked(lock: Path, timeout_s: float) -> Iterator[None]:
                 break
             except BlockingIOError as error:
                 if time.monotonic() > end:
-                    raise BuildError(
-                        f"another process has been compiling for {timeout_s:.0f} s and holds {lock}"
-                    ) from error
+                    raise BuildError(f"another process compiles and holds {lock}, for {timeout_s:.0f} s") from error
             except OSError as error:  # a file system without such locks
                 raise BuildError(f"cannot lock {lock} ({error.strerror}), set TORCH_EXTENSIONS_DIR") from error
             time.sleep(_POLL_S)

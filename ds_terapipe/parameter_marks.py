@@ -12,10 +12,7 @@ def is_tensor_parallel(parameter: Tensor) -> bool:
 
 def is_torch_shard(parameter: Tensor) -> bool:
     """Whether PyTorch holds the parameter in parts: a DTensor, as of FSDP2, or a flat one or its view, as of FSDP1."""
-    marks = (
-        "_is_flat_param",
-        "_fsdp_flattened",
-    )  # of FSDP1: of its own parameters, of those that it gives to the optimizer
+    marks = "_is_flat_param", "_fsdp_flattened"  # FSDP1's: of its own parameters, of those in the optimizer
     return hasattr(parameter, "__tensor_flatten__") or any(getattr(parameter, mark, False) for mark in marks)
 
 

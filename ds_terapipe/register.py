@@ -24,6 +24,7 @@ OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
 # DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9. "FusedAdam" and
 # "FusedLamb" are 0.78 alike.
 ALIKE = 0.8
+IN_ARGS = ("deepscale_config", "deepspeed_config")  # names of a configuration in the argument ``args``
 TYPES_ALIKE = 0.85
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
@@ -77,7 +78,8 @@ def wrap(original: Initialize) -> Initialize:
         if SAME_LOSS not in os.environ:
             return build(*args, **kwargs)
         recorded = importlib.import_module("ds_terapipe.same_loss").initialize
-        built: tuple[Any, Any, Any, Any] = recorded(build, _configuration(original, args, kwargs), args, kwargs)
+        config, given = _configuration(original, args, kwargs), _by_name(original, args, kwargs)
+        built: tuple[Any, Any, Any, Any] = recorded(build, config, given)
         return built
 
     @functools.wraps(original)
@@ -102,7 +104,7 @@ def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str
     try:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         config = given.get("config") if given.get("config") is not None else given.get("config_params")
-        for name in ("deepscale_config", "deepspeed_config"):
+        for name in IN_ARGS:
             named = getattr(given.get("args"), name, None)
             if named is not None and config is not None:
                 return None
@@ -115,6 +117,24 @@ def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str
     except Exception:
         return None
     return config if isinstance(config, Mapping) else None
+
+
+@contextmanager
+def replaced_configuration(given: dict[str, Any], config: Mapping[str, Any]) -> Iterator[None]:
+    """Put a configuration where a call has its own: in its arguments ``given``, or in the object ``args`` for so long."""
+    named = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
+    if named is not None:
+        given[named] = config
+        yield
+        return
+    args = given["args"]
+    name = next(each for each in IN_ARGS if getattr(args, each, None) is not None)
+    own = getattr(args, name)
+    setattr(args, name, config)
+    try:
+        yield
+    finally:
+        setattr(args, name, own)
 
 
 def _by_name(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +201,8 @@ def _build(
         if wanted.optimizer or wanted.scheduler:
             keys = _optimizer_keys(config, given, wanted)
             config = keys.config
-            during.enter_context(keys.put_into(given))
+            keys.put_into(given)
+            during.enter_context(replaced_configuration(given, config))
         if wanted.pipeline:
             engine = _pipeline_engine(given, config, during)
             shared_memory.release()
@@ -208,7 +229,7 @@ def _optimizer_keys(config: Mapping[str, Any], arguments: Mapping[str, Any], wan
     return json_keys.read(config, arguments, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
 
-def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
+def _pipeline_engine(given: dict[str, Any], config: Mapping[str, Any], during: ExitStack) -> Callable[..., Any]:
     """Called as a ``PipelineEngine``, makes one of ours; its ``ds_terapipe_builds`` is the class.
 
     A model that is not cut, beside ``elastic_pipeline`` alone, has one slice. ``during``: until the engine is there.
@@ -216,6 +237,7 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     key = ELASTIC_PIPELINE if is_on(config, ELASTIC_PIPELINE) else TOKEN_PIPELINE
     with _able(key):
         from . import compat, refusals
+        from .elastic.moves import start
         from .pipeline.engine import TokenPipelineEngine
         from .pipeline.teardown import check_open
         from .pipeline.transport.watchdog import launching
@@ -237,13 +259,9 @@ def _pipeline_engine(given: Mapping[str, Any], config: Mapping[str, Any], during
     settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
     if settings[TOKEN_PIPELINE].plan_path is not None and key == TOKEN_PIPELINE:
-        settings[TOKEN_PIPELINE] = importlib.import_module("ds_terapipe.elastic.moves.start").as_planned(
-            settings[TOKEN_PIPELINE], watchdog
-        )
+        settings[TOKEN_PIPELINE] = start.as_planned(settings[TOKEN_PIPELINE], watchdog)
     if settings[TOKEN_PIPELINE].stages_per_place > 1:
-        importlib.import_module("ds_terapipe.elastic.moves.start").place_stages(
-            given, settings[TOKEN_PIPELINE], watchdog
-        )
+        start.place_stages(given, settings[TOKEN_PIPELINE], watchdog)
 
     def engine(*engine_args: Any, **engine_kwargs: Any) -> Any:
         # DeepSpeed adds what deepspeed.tp_model_init asked for to the configuration after the first look at it.

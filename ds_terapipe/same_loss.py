@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -13,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .names import KEYS, SAME_LOSS, is_on
+from .register import replaced_configuration
 
 
 class Asked(NamedTuple):
@@ -29,15 +28,13 @@ class Asked(NamedTuple):
     keys: bool
 
 
-def initialize(
-    inner: Callable[..., Any], config: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def initialize(inner: Callable[..., Any], config: Mapping[str, Any] | None, given: dict[str, Any]) -> Any:
     """Call ``inner``, our ``deepspeed.initialize``, and record the losses of its engine.
 
     Args:
         inner: the function.
         config: the configuration that it would read; None for one that DeepSpeed has to complain about.
-        args, kwargs: its arguments.
+        given: its arguments.
 
     Raises:
         ConfigError: neither block is on, so that both runs would be the same; the engine has no ``train_batch``.
@@ -46,33 +43,19 @@ def initialize(
     if config is not None and not any(is_on(config, key) for key in KEYS):
         names = " and ".join(KEYS)
         raise ConfigError(f'same-loss: got a launch without {names}, must have one of them, use e.g. "{KEYS[0]}": {{}}')
-    if config is None or asked.keys:
-        result = inner(*args, **kwargs)
+    if config is not None and not asked.keys:
+        off = {name: {**config[name], "enabled": False} for name in KEYS if isinstance(config.get(name), Mapping)}
+        with replaced_configuration(given, {**config, **off}):
+            result = inner(**given)
     else:
-        given = dict(inspect.signature(inner).bind(*args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
-        result = inner(**_without_keys(given, config))
+        result = inner(**given)
     _record(result[0], asked)
     return result
 
 
-def _without_keys(given: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with our blocks switched off; the user's own objects stay as they are."""
-    off = {name: {**(config[name] or {}), "enabled": False} for name in KEYS if isinstance(config.get(name), Mapping)}
-    given.pop("config_params", None)
-    if (args := given.get("args")) is not None:
-        given["args"] = args = copy.copy(args)
-        for name in ("deepspeed_config", "deepscale_config"):
-            if getattr(args, name, None) is not None:
-                setattr(args, name, None)
-    return {**given, "config": {**config, **off}}
-
-
 def _record(engine: Any, asked: Asked) -> None:
     if not hasattr(engine, "train_batch"):
-        raise ConfigError(
-            f"same-loss: got a {type(engine).__name__}, must be an engine with train_batch, of a PipelineModule"
-        )
+        raise ConfigError(f"same-loss: got a {type(engine).__name__}, must have train_batch, use a PipelineModule")
     train, done = engine.train_batch, 0
 
     def train_batch(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The refusal of our keys in accelerate's ``DeepSpeedPlugin``, which transformers' Trainer makes too. Standard library only.
+"""The refusal of our keys in accelerate's ``DeepSpeedPlugin``, which transformers' Trainer makes too.
 
 accelerate would ask for ZeRO, or for another value than "auto", long before it calls ``deepspeed.initialize``.
 """
@@ -64,11 +64,8 @@ def _changes_batch(scheduler: Any) -> bool:
     """Whether a scheduler is ``MixedBatch`` with phases of different batches or micro-batches."""
     if not isinstance(scheduler, Mapping) or scheduler.get("type") != "MixedBatch":
         return False
-    params = scheduler.get("params")
-    phases = params.get("phases") if isinstance(params, Mapping) else None
-    sizes, micro = set(), None
-    for phase in phases if isinstance(phases, list) else ():
-        if isinstance(phase, Mapping):
-            micro = phase.get("micro_batch_size") or micro
-            sizes.add(f"{phase.get('batch_size')} {micro}")
-    return len(sizes) > 1
+    from .optim.schedules.keys import MixedBatchKeys
+    from .optim.schedules.phases import micro_batch_sizes
+
+    phases = MixedBatchKeys.read(scheduler.get("params")).phases
+    return len({(phase.batch_size, size) for phase, size in zip(phases, micro_batch_sizes(phases, 0), strict=True)}) > 1

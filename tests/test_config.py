@@ -5,15 +5,12 @@ import re
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_terapipe import FusedLamb
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.elastic import settings
 from ds_terapipe.errors import LARGEST_COUNT, ConfigError
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
 from tests.json_values import JSON
 from tests.schedule.strategies import SCHEDULES
 
@@ -59,7 +56,6 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("weight_gradients", "once", '"micro_batch" or "slice"', {"slices": 8}),
     ("layout", "bs_h", '"auto" or "bsh" or "sbh", use "bsh"', {"slices": 8}),
     ("verify", 1, "got 1, must be true or false", {"slices": 8}),
-    ("pack_weights", 0, "got 0, must be absent (weights are no longer packed), use ", {"slices": 8}),
     ("timeout_s", 0, f"got 0, must be {YEAR}", {"slices": 8}),
     ("timeout_s", 31536001, "at most 31536000, use e.g. 600", {"slices": 8}),
     ("trace_path", "", 'got "", must be the name of a file, use "trace.json"', {"slices": 8}),
@@ -138,13 +134,3 @@ def test_what_nothing_can_hold_is_refused(path):
         with pytest.raises(ConfigError, match=rf"^{re.escape(path)}: got .*, must be .*, use [^\n]*$"):
             parse({block: config})
             settings.parse({block: config})
-
-
-def test_what_nothing_can_hold_is_refused_for_optimizers_and_schedulers():
-    for name in ("lr", "weight_decay", "max_grad_norm", "max_coeff"):
-        with pytest.raises(ConfigError, match=rf"optimizer\.params\.{name}: got 1000+"):
-            FusedLamb([torch.nn.Parameter(torch.zeros(2))], **{name: BIG})
-    params = {"reference_lr": 1e-3, "reference_batch_size": 32, "total_steps": 10, "warmup_ratio": 0.1}
-    for name in params:
-        with pytest.raises(ConfigError, match=rf"{name}: got 1000+"):
-            LambWarmup.checked({**params, name: BIG})

@@ -6,7 +6,6 @@ kind is added.
 
 import functools
 import importlib
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 import ds_terapipe
 from ds_terapipe import autoload, config
+from ds_terapipe.commands.schema import lamb_keys
 from ds_terapipe.elastic import settings as elastic
 from ds_terapipe.optim.lamb import FusedLamb
 
@@ -124,12 +124,6 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def lamb_settings() -> dict[str, inspect.Parameter]:
-    """``optimizer.params`` of FusedLamb, as the signature has them."""
-    found = dict(inspect.signature(FusedLamb).parameters)
-    return {name: found[name] for name in found if name not in ("params", "tensor_parallel_group")}
-
-
 def test_json_in_the_text() -> None:
     """Values, and ``"key": value`` of any block."""
     pairs = 0
@@ -146,7 +140,7 @@ def test_json_in_the_text() -> None:
             pairs += 1
             if set(pair) <= set(elastic.ElasticPipelineConfig.model_fields) - {"enabled"}:
                 elastic.parse({"elastic_pipeline": pair})
-            elif set(pair) <= set(lamb_settings()):
+            elif set(pair) <= set(lamb_keys()):
                 FusedLamb([torch.nn.Parameter(torch.zeros(1))], **pair)
             else:
                 config.parse({"token_pipeline": pair})

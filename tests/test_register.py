@@ -370,8 +370,9 @@ def test_accelerate_and_trainer_are_refused_as_they_read_our_keys(module, monkey
     monkeypatch.setitem(sys.modules, trainers.MODULE, SimpleNamespace(DeepSpeedPlugin=DeepSpeedPlugin))
     for _ in range(2):
         autoload.load() if imported == "before" else sys.meta_path[0].find_spec("accelerate.data_loader")
-    phases = ({"params": {"phases": [{"batch_size": 4}, {"batch_size": size}]}} for size in (4, 2))
-    alike, mixed = ({"scheduler": {"type": "MixedBatch", **each}} for each in phases)
+    phase = {"steps": 1, "batch_size": 4, "seq_length": 8, "lr": 0.1, "warmup_steps": 0}
+    phases = ({"phases": [phase, {**phase, "batch_size": size}]} for size in (4, 2))
+    alike, mixed = ({"scheduler": {"type": "MixedBatch", "params": each}} for each in phases)
     for given in ({"token_pipeline": {"enabled": False}}, "none", None, object(), alike):
         assert DeepSpeedPlugin(given).done
     (tmp_path / "ours.json").write_text('{"token_pipeline": {"slices": "auto"}}')

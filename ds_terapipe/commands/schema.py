@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Collection
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
@@ -17,6 +15,7 @@ from ds_terapipe.commands.output import write_text
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.docstrings import entries, summary
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
+from ds_terapipe.optim.schedules.keys import MixedBatchKeys, WarmupKeys
 
 HELP = "print the JSON schema of our keys in ds_config.json, for editors"
 DESCRIPTION = (
@@ -50,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
 def schema() -> dict[str, Any]:
     """Return the schema of a whole ``ds_config.json``, in which all other keys are free."""
     blocks: tuple[type[Block], ...] = (TokenPipelineConfig, ElasticPipelineConfig)
-    named = [(block, "validation") for block in blocks]
+    schedules: dict[str, type[Block]] = {"LambWarmup": WarmupKeys, "MixedBatch": MixedBatchKeys}
+    named = [(block, "validation") for block in (*blocks, *schedules.values())]
     _, made = models_json_schema(named, ref_template="#/definitions/{model}")  # type: ignore[arg-type]
     off = {"properties": {"enabled": {"const": False}}, "required": ["enabled"]}
     properties = {
@@ -59,16 +59,17 @@ def schema() -> dict[str, Any]:
             "description": summary(block).replace("``", ""),
             "type": "object",
             "if": off,
-            "else": {"$ref": f"#/definitions/{block.__name__}"},
+            "else": _reference(block),
         }
         for block in blocks
     }
+    scheduler = [_for_type(kind, _reference(block)) for kind, block in schedules.items()]
     whole: dict[str, Any] = _draft_7(
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "title": "ds_config.json: keys of ds_terapipe",
             "type": "object",
-            "properties": {**properties, "optimizer": _lamb(), "scheduler": {"allOf": [_warmup(), _mixed_batch()]}},
+            "properties": {**properties, "optimizer": _lamb(), "scheduler": {"allOf": scheduler}},
             "definitions": made["$defs"],
         }
     )
@@ -87,21 +88,13 @@ def lamb_keys() -> dict[str, tuple[Any, str]]:
 
 def _lamb() -> dict[str, Any]:
     """Return the schema of ``optimizer``, which counts for our type alone."""
-    from torch import Tensor
+    from ds_terapipe.optim.modes import SETTINGS
 
-    from ds_terapipe.optim.lamb import FusedLamb
-    from ds_terapipe.optim.modes import EXCLUDES, MODES
-    from ds_terapipe.optim.op import backends
-
-    words = {"mode": list(MODES), "exclude": list(EXCLUDES), "backend": list(backends.NAMES)}
-    types = get_type_hints(FusedLamb.__init__)
-    keys = {}
-    for name, (default, text) in lamb_keys().items():
-        kinds = get_args(types[name]) if isinstance(types[name], UnionType) else [types[name]]
-        kinds = [TypeAdapter(kind).json_schema() for kind in kinds if kind is not Tensor]
-        kind = {"enum": words[name]} if name in words else {"anyOf": kinds}
-        keys[name] = {**kind, "default": default, "description": _plain(text)}
-    return _for_type("FusedLamb", keys, ())
+    keys = {
+        name: {**TypeAdapter(SETTINGS[name].kind).json_schema(), "default": default, "description": _plain(text)}
+        for name, (default, text) in lamb_keys().items()
+    }
+    return _for_type("FusedLamb", {"type": "object", "properties": keys, "additionalProperties": False})
 
 
 def _draft_7(schema: Any) -> Any:
@@ -111,31 +104,14 @@ def _draft_7(schema: Any) -> Any:
     return [_draft_7(each) for each in schema] if isinstance(schema, list) else schema
 
 
-def _warmup() -> dict[str, Any]:
-    from ds_terapipe.optim.schedules.lr_schedules import LambWarmup
-
-    texts = entries(LambWarmup, "Args")
-    keys = {name: {"description": _plain(texts[name])} for name in LambWarmup.KEYS}
-    return _for_type("LambWarmup", keys, LambWarmup.REQUIRED)
+def _reference(block: type[Block]) -> dict[str, Any]:
+    return {"$ref": f"#/definitions/{block.__name__}"}
 
 
-def _mixed_batch() -> dict[str, Any]:
-    from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
-    from ds_terapipe.optim.schedules.phases import REQUIRED
-
-    keys = {name: {"description": _plain(text)} for name, text in entries(MixedBatch, "Keys of a phase").items()}
-    phases = {"type": "array", "minItems": 1, "items": _object(keys, REQUIRED)}
-    return _for_type("MixedBatch", {"phases": phases}, ("phases",))
-
-
-def _for_type(name: str, keys: dict[str, Any], required: Collection[str]) -> dict[str, Any]:
+def _for_type(name: str, params: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a block ``type`` and ``params``, which says nothing of other types."""
     is_it = {"properties": {"type": {"const": name}}, "required": ["type"]}
-    return {"if": is_it, "then": {"properties": {"params": _object(keys, required)}}}
-
-
-def _object(keys: dict[str, Any], required: Collection[str]) -> dict[str, Any]:
-    return {"type": "object", "properties": keys, "required": list(required), "additionalProperties": False}
+    return {"if": is_it, "then": {"properties": {"params": params}}}
 
 
 def _plain(text: str) -> str:

@@ -240,9 +240,8 @@ def _check_config(config: Any, key: str, begins: tuple[Any, ...]) -> None:
             raise ConfigError(f"{key}: got {field} {value!r}, must be LoRA without variants, use LoraConfig without it")
     if config.init_lora_weights not in begins:
         names = ", ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in begins)
-        raise ConfigError(
-            f'{key}: got init_lora_weights "{config.init_lora_weights}", must be one of {names}, use True'
-        )
+        got = config.init_lora_weights
+        raise ConfigError(f'{key}: got init_lora_weights "{got}", must be one of {names}, use True')
 
 
 def _draw(layer: Any, name: str, how: Any) -> None:

@@ -86,9 +86,9 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     grouped = getattr(config, "num_key_value_heads", heads) or heads
     types = getattr(config, "layer_types", None)
-    layers = (
-        2 if types is None else max(2, min(len(types), 1 + next((i for i, t in enumerate(types) if t != types[0]), 1)))
-    )
+    layers = 2
+    if types is not None:  # up to the first of another type
+        layers = max(2, min(len(types), 1 + next((i for i, t in enumerate(types) if t != types[0]), 1)))
     wanted = {
         "num_hidden_layers": min(layers, config.num_hidden_layers),
         "hidden_size": _HEADS * size,
@@ -107,10 +107,8 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(tiny, name, value)
     if types is not None:
         tiny.layer_types = types[: tiny.num_hidden_layers]
-    for name in vars(tiny):
-        if name.endswith(("_dropout", "_pdrop", "dropout_prob", "dropout_rate")) and isinstance(
-            vars(tiny)[name], float
-        ):
+    for name, value in vars(config).items():
+        if isinstance(value, float) and name.endswith(("_dropout", "_pdrop", "dropout_prob", "dropout_rate")):
             setattr(tiny, name, 0.0)
     return tiny
 

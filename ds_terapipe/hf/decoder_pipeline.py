@@ -126,14 +126,11 @@ def pipeline(
         source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
 
     together(check)
-    arguments.setdefault(
-        "dynamic_shape", True
-    )  # DeepSpeed's own engine then takes batches of other lengths, as ours does
+    arguments.setdefault("dynamic_shape", True)  # DeepSpeed's engine then takes batches of other lengths, as ours does
     if activation_checkpointing:
         arguments.setdefault("activation_checkpoint_interval", 1)
-    made = DecoderPipeline(
-        source, counts, topology, loss_fn=loss if callable(loss) else CausalLMLoss(mean_over), **arguments
-    )
+    loss_fn = loss if callable(loss) else CausalLMLoss(mean_over)
+    made = DecoderPipeline(source, counts, topology, loss_fn=loss_fn, **arguments)
     if source.adapter is not None:
         _say_what_trains(made)
     return made
@@ -148,9 +145,8 @@ def _say_what_trains(made: DecoderPipeline) -> None:
     if made.global_rank == 0:
         logger.info("hf.pipeline: %d of %d parameters are trained", trained, held)
     if made.global_rank == 0 and idle:
-        logger.warning(
-            "hf.pipeline: nothing is trained on stage %s, which needs token_pipeline", ", ".join(map(str, idle))
-        )
+        numbers = ", ".join(map(str, idle))
+        logger.warning("hf.pipeline: nothing is trained on stage %s, which needs token_pipeline", numbers)
 
 
 def _specs(source: Source) -> list[LayerSpec]:
@@ -203,7 +199,5 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
         return topology
     stages = 1 if num_stages is None else num_stages
     if stages < 1 or world % stages:
-        raise ConfigError(
-            f"num_stages: got {num_stages} for {world} processes, must divide their number, use e.g. {world}"
-        )
+        raise ConfigError(f"num_stages: got {num_stages} for {world} processes, must divide {world}, use e.g. {world}")
     return PipeDataParallelTopology(num_pp=stages, num_dp=world // stages)

@@ -94,9 +94,7 @@ class Folder:
             self._join(files, adapter)
         else:
             self._index(files)
-        if self.path.exists():
-            self.path.rmdir()
-        self.unfinished.rename(self.path)
+        self.unfinished.rename(self.path)  # an empty folder there gives way
 
     def _index(self, files: Sequence[Written]) -> None:
         """Rename the files and write their index.
@@ -224,9 +222,8 @@ def _of_layer(
             continue
         master = masters.find(prefix + own, weight)
         value = weight if master is None else master
-        found[_renamed(own, names)] = (
-            value.to(dtype) if dtype is not None and value.is_floating_point() else value.clone()
-        )
+        converts = dtype is not None and value.is_floating_point()
+        found[_renamed(own, names)] = value.to(dtype) if converts else value.clone()
     return found
 
 

@@ -35,9 +35,8 @@ def saved_names(source: Source) -> dict[str, str]:
     """Return the names that transformers saves weights under, by those in the model, where the two differ."""
     of_model = source.model.state_dict() if source.adapter is None else {}
     owns = {id(tensor): own for own, tensor in of_model.items()}
-    pairs = (
-        (owns.get(id(tensor)), saved) for saved, tensor in revert_weight_conversion(source.model, of_model).items()
-    )
+    reverted = revert_weight_conversion(source.model, of_model)
+    pairs = ((owns.get(id(tensor)), saved) for saved, tensor in reverted.items())
     return {own: saved for own, saved in pairs if own is not None and own != saved}
 
 

@@ -91,9 +91,8 @@ class Source:
                     tensor.copy_(loaded[name])
                 elif stored.get(name, name) is not None and bool(tensor.isnan().any()):
                     what = f"for whose {part}.{name} _init_weights has no value"
-                    raise refusal(
-                        self.config.model_type, what, "a model that is there: AutoModelForCausalLM.from_config(...)"
-                    )
+                    use = "a model that is there: AutoModelForCausalLM.from_config(...)"
+                    raise refusal(self.config.model_type, what, use)
         if self.adapter is not None:
             self.adapter.begin(module, part, self._seed)
         return module
@@ -140,14 +139,11 @@ def source_of(
     if hasattr(what, "get_base_model"):
         what = what.get_base_model()
     if isinstance(what, PreTrainedModel):
-        check_attention(what.config)
-        _check_weights(what.config)
+        _check(what.config)
         if not what._can_set_attn_implementation():
             raise _without_interface(what.config)
         if there is not None and wanted is not None:
-            raise ConfigError(
-                "lora: got a model that has an adapter, must be without, use model.unload() or leave lora out"
-            )
+            raise ConfigError("lora: got a model that has an adapter, must be without, use model.unload() or no lora")
         what.set_attn_implementation(attention.NAME)
         for tensor in what.state_dict(keep_vars=True).values() if dtype is not None else ():
             if tensor.is_floating_point():  # tables of frequencies are none of these, and stay as precise as they are
@@ -162,8 +158,7 @@ def source_of(
             f"hf.pipeline: got {type(what).__name__}, must be a model, its configuration, its folder or its name on the Hub, use "
             "e.g. AutoConfig.from_pretrained(...)"
         )
-    check_attention(what)
-    _check_weights(what)
+    _check(what)
     model = on_meta(what, dtype or torch.float32)
     absent = folder is not None and is_skipping_init() and not has_weights(folder)
     weights = None if folder is None or absent else Weights(folder, _renaming(model))
@@ -220,18 +215,14 @@ def _without_interface(config: Any) -> ConfigError:
     return refusal(config.model_type, "whose attention is not transformers' AttentionInterface", "another model")
 
 
-def check_attention(config: Any) -> None:
-    """Raise ConfigError for an implementation with kernels of its own."""
+def _check(config: Any) -> None:
+    """Raise ConfigError for attention with kernels of its own, and for a quantized model."""
     asked = getattr(config, "_attn_implementation", None)
     if asked not in attention.SERVED:
         raise ConfigError(
             f'attn_implementation: got "{asked}", must be "eager" or "sdpa", for which attention of slices stands in, use '
             'attn_implementation="sdpa"'
         )
-
-
-def _check_weights(config: Any) -> None:
-    """Raise ConfigError for a quantized model."""
     quantized = getattr(config, "quantization_config", None)
     if quantized:
         settings = quantized if isinstance(quantized, dict) else vars(quantized)

@@ -17,9 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.data import Batch, SampleIterator, build
 
-LONGEST_SENTENCE = (
-    512  # megatron-core leaves out a document that has a longer one: LONG_SENTENCE_LEN of its helpers.cpp
-)
+LONGEST_SENTENCE = 512  # megatron-core leaves out a document with a longer one: LONG_SENTENCE_LEN of its helpers.cpp
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]")
 PADDING = "[PAD]"
 

@@ -39,9 +39,7 @@ class ImageFolder:
 
     def __init__(self, folder: str) -> None:
         if importlib.util.find_spec("PIL") is None:
-            raise ConfigError(
-                f"--data: got {folder}, must be read with Pillow, which is not here, use pip install pillow"
-            )
+            raise ConfigError(f"--data: got {folder}, must be read with Pillow, use pip install pillow")
         self.folder, root = folder, Path(folder)
         found = {path.name: _images(path) for path in sorted(root.iterdir()) if path.is_dir()} if root.is_dir() else {}
         self.classes = [name for name, files in found.items() if files]
@@ -145,9 +143,8 @@ def image_datasets(
     parts = folder.split(split, seed)
     for name, part, wanted in zip(SPLITS, parts, samples, strict=True):
         if wanted and not part:
-            raise ConfigError(
-                f"--split: got {split}, which leaves no image of {folder.folder} for {name}, use e.g. 80,20,0"
-            )
+            got = f"{split}, which leaves no image of {folder.folder}"
+            raise ConfigError(f"--split: got {got} for {name}, use e.g. 80,20,0")
     return [
         Images(part, wanted, size, channels, seed) if wanted else None
         for part, wanted in zip(parts, samples, strict=True)

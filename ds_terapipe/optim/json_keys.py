@@ -7,18 +7,17 @@ scheduler. The configuration that it sees is a copy with what it needs to accept
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ds_terapipe.errors import ConfigError, bad_value, is_finite, shown, unknown_key
+from ds_terapipe.errors import ConfigError, bad_value, shown, unknown_key
 from ds_terapipe.job import Job
-from ds_terapipe.optim import engine_hooks
+from ds_terapipe.optim import engine_hooks, modes
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.optim.schedules.lr_schedules import build_scheduler, complete_config
+from ds_terapipe.optim.schedules import lr_schedules
 from ds_terapipe.refusals import LAMB_RULES
 from ds_terapipe.rules import at, check
 
@@ -42,23 +41,11 @@ class JsonKeys:
     optimizer: Callable[[Any], FusedLamb] | None
     lr_scheduler: Callable[[Any], Any] | None
 
-    @contextmanager
-    def put_into(self, arguments: dict[str, Any]) -> Iterator[None]:
-        """Replace arguments of ``deepspeed.initialize``, in place, with a configuration where there was one."""
-        holder, name = _configuration_holder(arguments)
+    def put_into(self, arguments: dict[str, Any]) -> None:
+        """Replace arguments of ``deepspeed.initialize``, in place."""
         for argument, value in (("optimizer", self.optimizer), ("lr_scheduler", self.lr_scheduler)):
             if value is not None:
                 arguments[argument] = value
-        if holder is arguments:
-            arguments[name] = self.config
-            yield
-            return
-        given = getattr(holder, name)
-        setattr(holder, name, self.config)
-        try:
-            yield
-        finally:
-            setattr(holder, name, given)
 
     def finish(self, engine: Any) -> None:
         """Attach the optimizer and the scheduler to an engine that was built with these arguments."""
@@ -80,7 +67,7 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
     Raises:
         ConfigError: naming the key; the same on every rank.
     """
-    made: dict[str, Any] = dict(config)
+    made = dict(config)
     make_optimizer = make_scheduler = None
     for block, argument, is_ours in ((OPTIMIZER, "optimizer", optimizer), (SCHEDULER, "lr_scheduler", scheduler)):
         if is_ours and arguments.get(argument) is not None:
@@ -94,39 +81,22 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
         if not at(config, f"{OPTIMIZER}.type") and arguments.get("optimizer") is None:
             kind = shown(config[SCHEDULER]["type"])
             raise ConfigError(f"{SCHEDULER}.type: got {kind} without an optimizer, must have one, use optimizer.type")
-        made.update(complete_config(made, _replicas(config, arguments)))
-        make_scheduler = build_scheduler(made[SCHEDULER]["type"], params_of(made, SCHEDULER), made)
+        made, make_scheduler = lr_schedules.read(made, _replicas(config, arguments))
     return JsonKeys(made, make_optimizer, make_scheduler)
-
-
-def _configuration_holder(arguments: dict[str, Any]) -> tuple[Any, str]:
-    """Return the holder of the configuration and its name there: the call's arguments, or the object ``args``."""
-    for name in ("config", "config_params"):
-        if arguments.get(name) is not None:
-            return arguments, name
-    args = arguments["args"]
-    name = "deepscale_config" if getattr(args, "deepscale_config", None) is not None else "deepspeed_config"
-    return args, name
-
-
-def params_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The block ``<name>.params``, empty where it is absent or null.
-
-    Raises:
-        ConfigError: it is not a block.
-    """
-    params = at(config, f"{name}.params") or {}
-    if not isinstance(params, Mapping):
-        raise bad_value(f"{name}.params", params, "a block of keys", 'e.g. {"lr": 1e-3}')
-    return dict(params)
 
 
 def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:
     """Return keyword arguments for ``FusedLamb``; ``made`` receives the settings for DeepSpeed."""
-    params = params_of(made, OPTIMIZER)
+    params = at(made, f"{OPTIMIZER}.params") or {}
+    if not isinstance(params, Mapping):
+        raise bad_value(f"{OPTIMIZER}.params", params, "a block of keys", 'e.g. {"lr": 1e-3}')
+    params = dict(params)
     clip = params.pop("max_grad_norm", None)
     if clip is not None:
-        made[CLIPPING] = _clipping(clip, made.get(CLIPPING))
+        made[CLIPPING], given = modes.checked("max_grad_norm", clip), made.get(CLIPPING)
+        if given not in (None, clip):
+            rule = f"equal to {CLIPPING}, which is {shown(given)}"
+            raise bad_value(modes.key("max_grad_norm"), clip, rule, f"{CLIPPING} alone")
     known = [name for name in inspect.signature(FusedLamb).parameters if name not in NOT_FROM_JSON]
     for name in params:
         if name not in known:
@@ -138,16 +108,6 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
     made[OPTIMIZER] = {**made[OPTIMIZER], "params": dict(params)}
     made["zero_allow_untested_optimizer"] = True  # its layers' norms are summed over partitions
     return params
-
-
-def _clipping(clip: object, engines: object) -> float:
-    """Return ``gradient_clipping`` for ``max_grad_norm``."""
-    key = f"{OPTIMIZER}.params.max_grad_norm"
-    if not is_finite(clip) or clip < 0:  # type: ignore[operator]
-        raise bad_value(key, clip, "a finite number, 0 or more (0 does not clip)", "e.g. 1.0")
-    if engines is not None and engines != clip:
-        raise bad_value(key, clip, f"equal to {CLIPPING}, which is {shown(engines)}", f"{CLIPPING} alone")
-    return float(clip)  # type: ignore[arg-type]
 
 
 def _optimizer_maker(

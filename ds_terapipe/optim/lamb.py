@@ -105,17 +105,10 @@ class FusedLamb(torch.optim.Optimizer):
         check_gradients: bool = True,
         backend: str = "auto",
     ) -> None:
-        if type(monitor_interval) is not int or monitor_interval < 0:
-            rule = "a number of steps, 0 or more"
-            raise bad_value(modes.key("monitor_interval"), monitor_interval, rule, "0 for never")
-        if backend not in backends.NAMES:
-            raise bad_value(modes.key("backend"), backend, f"one of {', '.join(backends.NAMES)}", '"auto"')
-        if max_grad_norm is not None:
-            max_grad_norm = modes.number("max_grad_norm", max_grad_norm, "1.0, or null for no clipping", positive=True)
-        self.max_grad_norm: float = max_grad_norm or 0.0
-        self.monitor_interval = monitor_interval
-        self.check_gradients = modes.flag("check_gradients", check_gradients)
-        self.backend = backend
+        self.max_grad_norm: float = modes.checked("max_grad_norm", max_grad_norm) or 0.0
+        self.monitor_interval: int = modes.checked("monitor_interval", monitor_interval)
+        self.check_gradients: bool = modes.checked("check_gradients", check_gradients)
+        self.backend: str = modes.checked("backend", backend)
         self._records: list[Record] = []
         self._groups = Groups(tensor_parallel=tensor_parallel_group)
         self._reset()
@@ -188,9 +181,7 @@ class FusedLamb(torch.optim.Optimizer):
             ConfigError: if ``tied`` is given without ``norm_group``.
         """
         if tied and norm_group is None:
-            raise ConfigError(
-                "optimizer.type: got tied weights, must be told all ranks of the model, use norm_group=..."
-            )
+            raise ConfigError("optimizer.type: got tied weights, must know all ranks of the model, use norm_group=...")
         self._groups = Groups(
             tensor_parallel_group if tensor_parallel_group is not None else self._groups.tensor_parallel,
             norm_group,
@@ -303,9 +294,6 @@ class FusedLamb(torch.optim.Optimizer):
         for record in self._records:
             if record.group is group:
                 return record
-        for record in self._records:
-            if [id(tensor) for tensor in record.group["params"]] == [id(tensor) for tensor in group["params"]]:
-                return record
         raise ConfigError(
             "optimizer.type: got FusedLamb with a parameter group that it was not made with, must be one of its own, use "
             "add_param_group"
@@ -322,7 +310,7 @@ class FusedLamb(torch.optim.Optimizer):
         total = sum(len(record.group["params"]) for record in records)
         if copies is not None and len(copies) != total:
             raise ValueError(
-                f"FusedLamb.step: got {len(copies)} copies, must be one for each of {total} parameters, or None"
+                f"FusedLamb.step: got {len(copies)} copies, must be one, or None, for each of {total} tensors"
             )
         for table in tables:
             table.refresh(self.state, copies)

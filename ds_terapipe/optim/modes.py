@@ -7,13 +7,16 @@ Sources of the variants: You et al., arXiv 1904.00962 v5, algorithm 2 (``paper``
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
+from ds_terapipe.blocks import NotNegative, Switch, Whole
 from ds_terapipe.errors import bad_value, is_finite
 
 # Flags of a rule; csrc/lamb/segment.h has the same numbers.
@@ -66,12 +69,71 @@ MODES: Mapping[str, Mode] = {
     "nvlamb": Mode(CORRECT_MOMENTS),
     "apex": Mode(CORRECT_MOMENTS, adapts_without_decay=False),
 }
-EXCLUDES = (None, "bias_norm")
+BACKENDS = ("auto", "cpu", "cuda", "plain")
 
 
 def key(name: str) -> str:
     """Full path of a setting in ``ds_config.json``, for messages."""
     return f"optimizer.params.{name}"
+
+
+class Setting(NamedTuple):
+    """Type of a setting, as pydantic reads it, and the words of an error, to follow "must be" and "use"."""
+
+    kind: Any
+    must: str
+    use: str
+
+
+def _ordered(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise ValueError
+    return pair
+
+
+_real = BeforeValidator(lambda value: float(value) if is_finite(value) else value)  # NumPy's too
+Size = Annotated[NotNegative, _real]
+UpperEnd = Annotated[float, Field(strict=True, gt=0), _real]  # or infinity
+Beta = Annotated[float, Field(strict=True, ge=0, lt=1), _real]
+_FINITE = "a finite number, 0 or more"
+_FLAG = Setting(Switch, "true or false", "true or false")
+
+SETTINGS: Mapping[str, Setting] = {
+    "lr": Setting(Size, _FINITE, "e.g. 1e-3"),
+    "betas": Setting(tuple[Beta, Beta], "two numbers from 0 to below 1", "e.g. [0.9, 0.999]"),
+    "eps": Setting(Size, _FINITE, "e.g. 1e-6"),
+    "weight_decay": Setting(Size, _FINITE, "e.g. 0.01"),
+    "mode": Setting(Literal[tuple(MODES)], f"one of {', '.join(MODES)}", '"paper" for the published algorithm'),
+    "exclude": Setting(Literal["bias_norm"] | None, 'null or "bias_norm"', "null to adapt every tensor"),
+    "max_grad_norm": Setting(Size | None, f"{_FINITE} (0 does not clip)", "e.g. 1.0"),
+    "min_coeff": Setting(Size | None, _FINITE, "e.g. 0.01"),
+    "max_coeff": Setting(UpperEnd | None, "a number above 0", "e.g. 10.0"),
+    "weight_norm_clip": Setting(
+        Annotated[tuple[Size, UpperEnd], AfterValidator(_ordered)] | UpperEnd | None,
+        "null, an upper bound above 0, or [lower, upper]",
+        "e.g. 10.0 or [0.0, 10.0]",
+    ),
+    **dict.fromkeys(("bias_correction", "eps_inside_sqrt", "grad_averaging", "split_qkv", "check_gradients"), _FLAG),
+    "monitor_interval": Setting(Whole, "a number of steps, 0 or more", "0 for never"),
+    "backend": Setting(Literal[BACKENDS], f"one of {', '.join(BACKENDS)}", '"auto"'),
+}
+
+
+@functools.cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(SETTINGS[name].kind)
+
+
+def checked(name: str, value: Any) -> Any:
+    """Return the value of a setting as its type has it.
+
+    Raises:
+        ConfigError: naming the setting as ``optimizer.params.<name>``.
+    """
+    try:
+        return _adapter(name).validate_python(value)
+    except ValidationError:
+        raise bad_value(key(name), value, SETTINGS[name].must, SETTINGS[name].use) from None
 
 
 def resolve(group: dict[str, Any]) -> None:
@@ -80,72 +142,22 @@ def resolve(group: dict[str, Any]) -> None:
     Raises:
         ConfigError: naming the setting as ``optimizer.params.<name>``.
     """
-    mode = group["mode"]
-    if not isinstance(mode, str) or mode not in MODES:
-        raise bad_value(key("mode"), mode, f"one of {', '.join(MODES)}", '"paper" for the published algorithm')
-    if group["exclude"] not in EXCLUDES:
-        raise bad_value(key("exclude"), group["exclude"], 'null or "bias_norm"', "null to adapt every tensor")
-    for name in ("bias_correction", "eps_inside_sqrt", "grad_averaging", "split_qkv"):
-        flag(name, group[name])
-    if not isinstance(group["lr"], Tensor):
-        number("lr", group["lr"], "1e-3")
-    elif group["lr"].numel() != 1:
-        raise bad_value(key("lr"), list(group["lr"].shape), "a number or a tensor of one element", "e.g. 1e-3")
-    number("eps", group["eps"], "1e-6")
-    number("weight_decay", group["weight_decay"], "0.01")
-    group["betas"] = _betas(group["betas"])
-    group["min_coeff"], group["max_coeff"] = _coefficients(group, MODES[mode])
-    group["weight_norm_clip"] = _weight_norm_clip(group["weight_norm_clip"])
-
-
-def flag(name: str, value: Any) -> bool:
-    """``value``, if it is true or false."""
-    if not isinstance(value, bool):
-        raise bad_value(key(name), value, "true or false", "true or false")
-    return value
-
-
-def number(name: str, value: Any, example: str, positive: bool = False) -> float:
-    """``value`` as a float, if it is a finite number that is not negative (or, with ``positive``, above zero)."""
-    if not is_finite(value) or value < 0 or (positive and value == 0):
-        rule = "a finite number above 0" if positive else "a finite number, 0 or more"
-        raise bad_value(key(name), value, rule, f"e.g. {example}")
-    return float(value)
-
-
-def _betas(betas: Any) -> tuple[float, float]:
-    good = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not good or not all(isinstance(b, (int, float)) and not isinstance(b, bool) and 0 <= b < 1 for b in betas):
-        raise bad_value(key("betas"), betas, "two numbers from 0 to below 1", "e.g. [0.9, 0.999]")
-    return float(betas[0]), float(betas[1])
-
-
-def _coefficients(group: Mapping[str, Any], mode: Mode) -> tuple[float, float]:
-    low = mode.min_coeff if group["min_coeff"] is None else number("min_coeff", group["min_coeff"], "0.01")
-    high = group["max_coeff"]
-    if high is None:
-        high = mode.max_coeff
-    elif high != math.inf:
-        high = number("max_coeff", high, "10.0", positive=True)
-    if low > high:
-        raise bad_value(
-            key("min_coeff"), low, f"at most max_coeff, {high}", "a smaller min_coeff or a larger max_coeff"
-        )
-    return float(low), float(high)
-
-
-def _weight_norm_clip(clip: Any) -> tuple[float, float]:
-    """The range that the weight norm is clamped to: None, an upper end, or (lower, upper)."""
-    if clip is None:
-        return 0.0, math.inf
-    pair = (0.0, clip) if isinstance(clip, (int, float)) and not isinstance(clip, bool) else clip
-    good = isinstance(pair, (tuple, list)) and len(pair) == 2
-    good = good and is_finite(pair[0]) and (is_finite(pair[1]) or pair[1] == math.inf)
-    if not good or not (0 <= pair[0] <= pair[1] and pair[1] > 0):
-        raise bad_value(
-            key("weight_norm_clip"), clip, "null, an upper bound above 0, or [lower, upper]", "e.g. 10.0 or [0.0, 10.0]"
-        )
-    return float(pair[0]), float(pair[1])
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise bad_value(key("lr"), list(lr.shape), "a number or a tensor of one element", "e.g. 1e-3")
+    of_group = {
+        name: group[name] for name in SETTINGS if name in group and not (name == "lr" and isinstance(lr, Tensor))
+    }
+    group.update({name: checked(name, value) for name, value in of_group.items()})
+    mode, clip = MODES[group["mode"]], group["weight_norm_clip"]
+    for name in ("min_coeff", "max_coeff"):
+        if group[name] is None:
+            group[name] = getattr(mode, name)
+    if group["min_coeff"] > group["max_coeff"]:
+        rule = f"at most max_coeff, {group['max_coeff']}"
+        raise bad_value(key("min_coeff"), group["min_coeff"], rule, "a smaller min_coeff or a larger max_coeff")
+    if not isinstance(clip, tuple):
+        group["weight_norm_clip"] = 0.0, math.inf if clip is None else clip
 
 
 def is_excluded(group: Mapping[str, Any], dimensions: int) -> bool:

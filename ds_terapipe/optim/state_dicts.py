@@ -34,9 +34,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def exported(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A ``state_dict`` of PyTorch's form with the steps as int, where each of the others looks for them. May wait for a GPU."""
     counts = {id(values["step"]): values["step"] for values in state_dict["state"].values() if "step" in values}
-    numbers = {
-        key: int(step) for key, step in counts.items()
-    }  # parameters share counts on a device, which are read once
+    numbers = {key: int(step) for key, step in counts.items()}  # parameters share counts on a device: one read for each
     state = {
         index: {key: numbers[id(value)] if key == "step" else value for key, value in values.items()}
         for index, values in state_dict["state"].items()

@@ -55,27 +55,15 @@ class Report(NamedTuple):
     step: int
 
 
-class Delayed:
-    """Values on their way to host memory: a CUDA tensor is copied without making the host wait."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._event = None
-        if values.device.type == "cuda":
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(values.device))
-        else:
-            self._values = values.detach().clone()
-
-    def is_here(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> Tensor:
-        """The values, in host memory."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values
+def _sent(values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a copy in host memory, and what its arrival is marked by: a CUDA tensor's makes no host wait."""
+    if values.device.type != "cuda":
+        return values.detach().clone(), None
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    event = torch.cuda.Event()
+    copy.copy_(values, non_blocking=True)
+    event.record(torch.cuda.current_stream(values.device))
+    return copy, event
 
 
 def layer_statistics(
@@ -135,17 +123,23 @@ class Arrivals:
     """Values on their way to host memory, and what is called with them there, in order."""
 
     def __init__(self) -> None:
-        self._underway: list[tuple[list[Delayed], Callable[[list[Tensor]], None]]] = []
+        self._underway: list[tuple[list[tuple[Tensor, torch.cuda.Event | None]], Callable[[list[Tensor]], None]]] = []
 
     def add(self, values: Sequence[Tensor], call: Callable[[list[Tensor]], None]) -> None:
         """Send values of the current streams."""
-        self._underway.append(([Delayed(each) for each in values], call))
+        self._underway.append((list(map(_sent, values)), call))
 
     def poll(self, wait: bool = False) -> None:
         """Call what is due for the values that have arrived, or with ``wait`` for all."""
-        while self._underway and (wait or all(values.is_here() for values in self._underway[0][0])):
-            values, call = self._underway.pop(0)
-            call([each.wait() for each in values])
+        while self._underway:
+            values, call = self._underway[0]
+            events = [event for _, event in values if event is not None]
+            if not wait and not all(event.query() for event in events):
+                return
+            for event in events:
+                event.synchronize()
+            del self._underway[0]
+            call([copy for copy, _ in values])
 
 
 class SkippedSteps:

@@ -53,9 +53,7 @@ RULES = (
 )  # fmt: skip
 
 _UNCUT = 'false, or "slices": 1, which cuts nothing'
-_CONTIGUOUS = (
-    "false where sequences are cut (its buffers hold as many checkpoints, of one length, as whole micro-batches leave)"
-)
+_CONTIGUOUS = "false where sequences are cut (its buffers hold the checkpoints of whole micro-batches, of one length)"
 
 # What goes with token_pipeline as long as nothing is cut.
 CUT_RULES = (
@@ -139,7 +137,5 @@ def check_hardware_queue(model: Any) -> None:
         and os.environ.get(QUEUES) == "1"
         and get_accelerator().device_name() == "cuda"
     ):
-        rule = (
-            "unset, or above 1, while CUDA loads kernels at their first use (behind a receive that may wait for ever)"
-        )
+        rule = "unset, or above 1, while CUDA loads kernels at their first use (behind a receive, maybe for ever)"
         raise bad_value(QUEUES, 1, rule, f"{LOADING}=EAGER beside it")

@@ -79,9 +79,7 @@ VALUE_RULES = (
     ),
     Rule("tensor_parallel.autotp_size", _but(Whole | None), "a number of ranks", "0 for none"),
     Rule("data_efficiency.data_routing.random_ltd.enabled", _but(Switch), "true or false", "false"),
-    Rule(
-        "pipeline.activation_checkpoint_interval", _but(Whole | Switch), "a number of layers", "e.g. 1, or 0 for none"
-    ),
+    Rule("pipeline.activation_checkpoint_interval", _but(Whole | Switch), "a number of layers", "e.g. 1, or 0"),
 )
 
 

@@ -11,20 +11,26 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.optim.schedules.keys import WarmupKeys
 from ds_terapipe.optim.schedules.lr_rules import Ramp
-from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, build_scheduler, complete_config, validate
+from ds_terapipe.optim.schedules.lr_schedules import LambWarmup, read
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader
 
 # BERT-Large without tuning, arXiv 1904.00962 table 4: batch, LR as printed, share of warm-up, steps. The shape of the table
 # (square root, doubling share) is in the paper's text; the numbers were recalled, not read again: 5 / (2^x 10^3), 1/320 .. 1/5.
 BERT = [(512 * 2**i, 5 / (2 ** (3 - i / 2) * 1e3), Fraction(2**i, 320), 1_000_000 // 2**i) for i in range(7)]
-PARAMS = {"reference_lr": 1e-3, "reference_batch_size": 64, "total_steps": 20, "warmup_steps": 5}
+PARAMS = {"reference_lr": 1e-3, "reference_batch_size": 64, "total_steps": 20.0, "warmup_steps": 5}  # JSON has 2e1, too
 
 
 def sgd(*lrs: float, default: float = 0.1) -> torch.optim.Optimizer:
     groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (default,)]
     return torch.optim.SGD(groups, lr=default)
+
+
+def made(kind: str, params: dict[str, Any], **config: Any) -> Any:
+    """What makes the scheduler of an optimizer."""
+    return read({**config, "scheduler": {"type": kind, "params": params}})[1]
 
 
 def close(value: Any, rel: float = 1e-12) -> Any:
@@ -35,11 +41,11 @@ def close(value: Any, rel: float = 1e-12) -> Any:
 def test_bert_table_from_either_end_and_from_json(batch: int, lr: float, share: Fraction, steps: int) -> None:
     for reference, reference_lr, reference_share, _ in (BERT[0], BERT[-1]):
         params = {"reference_lr": reference_lr, "reference_batch_size": reference, "total_steps": steps}
-        ramp = LambWarmup.ramp_at(LambWarmup.checked({**params, "warmup_ratio": float(reference_share)}), batch)
+        ramp = WarmupKeys(**params, warmup_ratio=float(reference_share)).ramp_at(batch)
         assert ramp.peak == close(lr) and ramp.warmup_steps == round(share * steps) == 3125  # the same in every column
     params = {"reference_lr": 6.25e-4, "reference_batch_size": 512, "total_steps": steps, "warmup_ratio": 1 / 320}
     optimizer = sgd()
-    schedule = build_scheduler("LambWarmup", params, {"train_batch_size": batch})(optimizer)
+    schedule = made("LambWarmup", params, train_batch_size=batch)(optimizer)
     assert schedule.lr_at(0) == close(lr / 3125) == optimizer.param_groups[0]["lr"]
     assert schedule.lr_at(3124) == schedule.lr_at(3125) == close(lr)
     assert schedule.lr_at(3126) < schedule.lr_at(3125)
@@ -61,7 +67,7 @@ def test_the_engine_has_the_last_word_on_the_batch_size(rank: int, caplog: pytes
     """The first rank alone says that the schedule has come to its end."""
     caplog.set_level("INFO")
     optimizer = sgd()
-    schedule = build_scheduler("LambWarmup", PARAMS, {"train_micro_batch_size_per_gpu": 4})(optimizer)
+    schedule = made("LambWarmup", PARAMS, train_micro_batch_size_per_gpu=4)(optimizer)
     with pytest.raises(RuntimeError, match="attach"):
         schedule.get_lr()
     load = {"load_checkpoint": lambda _: optimizer.param_groups[0].update(lr=0.5)}  # as with ZeRO, behind the scheduler
@@ -105,17 +111,16 @@ def test_another_schedulers_state_is_refused() -> None:
 GONE = object()
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"reference_lr": 0}, ".reference_lr: got 0, must be a number above 0, use e.g. 1e-3"),
-    ({"reference_batch_size": True}, ".reference_batch_size: got true, must be a whole number of at least 1"),
+    ({"reference_batch_size": True}, ".reference_batch_size: got true, must be a positive whole number"),
     ({"warmup_steps": 21}, ".warmup_steps: got 21, must be such that the 21 steps of warm-up at batch 64"),
     ({"warmup_ratio": 0.1}, ": got warmup_ratio and warmup_steps, must have one of"),
     ({"warmup_steps": GONE}, ": got neither"),
-    ({"end_lr": 2e-3}, ".end_lr: got 0.002, must be a number of at least 0 and at most 0.001"),
-    ({"decay_from": "end"}, '.decay_from: got "end", must be one of peak, start'),
-    ({"total_step": 3}, ".total_step: unknown key"),
+    ({"end_lr": 2e-3}, ".end_lr: got 0.002, must be at most the peak LR, 0.001"),
+    ({"decay_from": "end"}, '.decay_from: got "end", must be "peak" or "start"'),
+    ({"total_step": 3}, ': unknown key "total_step", must be one of'),
     ({"total_steps": GONE}, ".total_steps: missing"),
+    *(({name: 10**400}, f".{name}: got 1000") for name in (*WarmupKeys.model_fields,) if name in PARAMS),  # JSON has no limit
 ]
-
-
 SMALL: list[dict[str, Any]] = [
     {"steps": 4, "batch_size": 8, "seq_length": 16, "lr": 0.8, "warmup_steps": 2},
     {"steps": 5, "batch_size": 4, "seq_length": 32, "lr": 0.4, "warmup_ratio": 0.4, "end_lr": 0.1, "micro_batch_size": 1},
@@ -135,7 +140,7 @@ def changed(index: int, **keys: Any) -> list[dict[str, Any]]:
 
 def test_the_lr_of_every_step_and_resumed_anywhere_and_with_a_warning_in_other_phases(caplog: pytest.LogCaptureFixture) -> None:
     first = sgd(0.1, 0.02)
-    schedule = build_scheduler("MixedBatch", {"phases": SMALL}, {})(first)
+    schedule = made("MixedBatch", {"phases": SMALL})(first)
     phases = [(0, 8, 16)] * 4 + [(1, 4, 32)] * 5 + [(2, 4, 32)] * 4
     with caplog.at_level("WARNING", "ds_terapipe"):
         for lr, phase in zip(SMALL_LRS, phases, strict=True):
@@ -153,13 +158,13 @@ def test_the_lr_of_every_step_and_resumed_anywhere_and_with_a_warning_in_other_p
 
 
 BAD_PHASES: list[tuple[dict[str, Any], str]] = [
-    ({}, ".phases: missing, must be there, use e.g. "),
+    ({}, ".phases: missing, must be a list of one or more phases, use e.g. "),
     ({"phases": []}, ".phases: got [], must be a list of one or more phases, use e.g. [{"),
-    ({"phases": [{"steps": 4, "seq_length": 16, "lr": 1e-3}]}, "must be there beside steps, seq_length, lr"),
-    ({"phases": changed(1, step=3)}, ".phases[1].step: unknown key"),
-    ({"phases": changed(0, warmup_steps=5)}, ".phases[0].warmup_steps: got 5, must be at most the phase's"),
-    ({"phases": changed(1, warmup_ratio=1.1)}, "[1].warmup_ratio: got 1.1, must be a number of at least 0 and at most 1"),
-    ({"phases": changed(1, batch_size=0)}, ".phases[1].batch_size: got 0, must be a whole number of at least 1"),
+    ({"phases": [{"steps": 4, "seq_length": 16, "lr": 1e-3}]}, ".phases[0].batch_size: missing, must be a positive whole number"),
+    ({"phases": changed(1, step=3)}, '.phases[1]: unknown key "step"'),
+    ({"phases": changed(0, warmup_steps=5)}, ".phases[0].warmup_steps: got 5, must be such that the 5 steps of warm-up"),
+    ({"phases": changed(1, warmup_ratio=1.1)}, "[1].warmup_ratio: got 1.1, must be a share of the steps, 0 or more, at most 1"),
+    ({"phases": changed(1, batch_size=0)}, ".phases[1].batch_size: got 0, must be a positive whole number"),
 ]
 
 
@@ -170,7 +175,7 @@ BAD_PHASES: list[tuple[dict[str, Any], str]] = [
 def test_wrong_values_name_phase_and_key(kind: str, params: dict[str, Any], message: str) -> None:
     given = {key: value for key, value in params.items() if value is not GONE}
     with pytest.raises(ConfigError) as caught:
-        validate(kind, given, {"train_batch_size": 64} if kind == "LambWarmup" else {})
+        made(kind, given, **({"train_batch_size": 64} if kind == "LambWarmup" else {}))
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("scheduler.params")
 
@@ -200,10 +205,10 @@ ALONE = "scheduler.params.phases[0]"
 def test_other_keys_agree_with_the_phases(phases: Any, config: Any, replicas: Any, message: str | None) -> None:
     whole = {**config, **scheduler(phases)}
     if message is None:
-        assert complete_config(whole, replicas) == {**whole, "train_batch_size": 8} and "train_batch_size" not in whole
+        assert read(whole, replicas)[0] == {**whole, "train_batch_size": 8} and "train_batch_size" not in whole
         return
     with pytest.raises(ConfigError) as caught:
-        complete_config(whole, replicas)
+        read(whole, replicas)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

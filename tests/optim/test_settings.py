@@ -16,14 +16,14 @@ from torch.nn import Parameter
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.register import wrap
+from ds_terapipe.register import replaced_configuration, wrap
 
-NAN, INF = math.nan, math.inf
+NAN, INF, BIG = math.nan, math.inf, 10**400  # JSON has no limit
 BAD: dict[str, tuple[Any, ...]] = {
     "mode": ("foo", "Paper", None, 3), "exclude": ("bias", "", True),
-    "lr": (-1e-3, NAN, INF, "0.1", None, True, torch.ones(2)), "eps": (-1e-8, NAN, "1e-6"),
-    "weight_decay": (-0.1, INF, None), "betas": ((0.9,), (1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, NAN), 0.9, ("a", "b")),
-    "max_grad_norm": (0.0, 0, -1.0, NAN, "1.0", True), "min_coeff": (-0.1, NAN, "x"), "max_coeff": (0.0, -1.0, NAN, "x"),
+    "lr": (-1e-3, NAN, INF, BIG, "0.1", None, True, torch.ones(2)), "eps": (-1e-8, NAN, "1e-6"),
+    "weight_decay": (-0.1, INF, BIG, None), "betas": ((0.9,), (1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, NAN), 0.9, ("a", "b")),
+    "max_grad_norm": (-1.0, BIG, NAN, "1.0", True), "min_coeff": (-0.1, NAN, "x"), "max_coeff": (0.0, BIG, NAN, "x"),
     "weight_norm_clip": (0.0, -1.0, (2.0, 1.0), (1.0,), "x", (0.0, NAN), True),
     **dict.fromkeys(("bias_correction", "eps_inside_sqrt", "grad_averaging", "split_qkv", "check_gradients"), (1,)),
     "monitor_interval": (-1, 1.5, True), "backend": ("fast",),
@@ -221,9 +221,9 @@ def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) ->
 @pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
 def test_the_users_args_get_back_what_they_held(name: str) -> None:
     args = SimpleNamespace(**{"deepspeed_config": None, name: "ds_config.json"})
-    keys = read(config())
-    with pytest.raises(KeyError), keys.put_into({"args": args}):
-        assert getattr(args, name) is keys.config
+    settings = config()
+    with pytest.raises(KeyError), replaced_configuration({"args": args}, settings):
+        assert getattr(args, name) is settings
         raise KeyError
     assert getattr(args, name) == "ds_config.json"
 

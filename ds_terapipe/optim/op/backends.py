@@ -1,15 +1,16 @@
-"""The interface of a back end, the one on the CPU, and which back end a device gets.
+"""The back end on the CPU, and which back end a device gets.
 
-All functions work in place. ``tables`` is that of segments.py. ``control`` is float64 [4]: the gradients' scale, the largest
-global norm or 0, the sum of squares of the gradients, and 1 if a gradient is not finite. ``norms`` is float64 [L, 2], the sums of
-squares of parameters and updates of every layer; ``ratios`` is float64 [L]. They lie on the device of the tensors.
+`Plain` says in PyTorch what each function of a back end does. All functions work in place. ``tables`` is that of segments.py.
+``control`` is float64 [4]: the gradients' scale, the largest global norm or 0, the sum of squares of the gradients, and 1 if a
+gradient is not finite. ``norms`` is float64 [L, 2], the sums of squares of parameters and updates of every layer; ``ratios`` is
+float64 [L]. They lie on the device of the tensors. A back end with ``takes_views`` works on ``tables.views`` and not on the
+addresses.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,28 +22,6 @@ from ds_terapipe.optim.op.plain import Plain
 from ds_terapipe.optim.op.segments import Tables
 
 logger = logging.getLogger(__name__)
-
-NAMES = ("auto", "cpu", "cuda", "plain")
-
-
-class Backend(Protocol):
-    """The two phases of a step and the read of the gradients before them; the formula is that of csrc/lamb/segment.h."""
-
-    name: str
-    takes_views: bool
-    """Whether it works on ``tables.views`` and not on the addresses."""
-
-    def square_sum(self, tables: Tables, control: Tensor) -> None:
-        """Add the squares of the counted gradients, unscaled, to ``control[2]``; set ``control[3]`` to 1 if any is nan or inf."""
-
-    def moments(self, tables: Tables, norms: Tensor, control: Tensor) -> None:
-        """Phase 1: update both moments, overwrite ``norms``. Nothing if ``control[3]`` is not 0."""
-
-    def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
-        """Phase 2: from ``norms`` write ``ratios``, the parameters and their copies. Nothing if ``control[3]`` is not 0."""
-
-    def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
-        """Both phases at once, for layers that lie wholly in these tables."""
 
 
 class CpuOp:
@@ -64,19 +43,19 @@ class CpuOp:
         self._workspace = self._op.Workspace()
 
     def square_sum(self, tables: Tables, control: Tensor) -> None:
-        """See :class:`Backend`. A wrong table is a ValueError, here and below, and then nothing has changed."""
+        """See :class:`Plain`. A wrong table is a ValueError, here and below, and then nothing has changed."""
         self._op.square_sum(*_arguments(tables, control))
 
     def moments(self, tables: Tables, norms: Tensor, control: Tensor) -> None:
-        """See :class:`Backend`."""
+        """See :class:`Plain`."""
         self._op.moments(*_arguments(tables, control, norms))
 
     def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
-        """See :class:`Backend`."""
+        """See :class:`Plain`."""
         self._op.apply(*_arguments(tables, control, norms, ratios))
 
     def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor) -> None:
-        """See :class:`Backend`. One parallel region; phase 2 of a layer follows its phase 1 while the cache has it."""
+        """See :class:`Plain`. One parallel region; phase 2 of a layer follows its phase 1 while the cache has it."""
         self._op.step(self._workspace, *_arguments(tables, control, norms, ratios))
 
 
@@ -88,7 +67,7 @@ def _arguments(tables: Tables, control: Tensor, *results: Tensor) -> list[int]:
     return [*segments, *rules, tables.layers, *arrays, torch.get_num_threads()]
 
 
-def pick(device: torch.device, backend: str = "auto") -> Backend:
+def pick(device: torch.device, backend: str = "auto") -> CpuOp | CudaOp | Plain:
     """The back end for tensors on ``device``.
 
     Args:

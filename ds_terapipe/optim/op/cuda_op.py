@@ -24,7 +24,7 @@ NOT_RUN = "FusedLamb: got a step with new tensors while a CUDA graph is captured
 
 
 class CudaOp:
-    """The compiled op on CUDA devices; the interface is ``Backend`` of backends.py.
+    """The compiled op on CUDA devices; the functions are those of `Plain`.
 
     ``tables.rules``, ``norms``, ``control`` and ``ratios`` lie on the device of the tensors, ``tables.segments`` in host
     memory. All work is put on the current stream of that device. A call may be captured in a CUDA graph once it has run outside
@@ -53,17 +53,17 @@ class CudaOp:
         self._captured: list[tuple[Tensor, ...]] = []
 
     def square_sum(self, tables: Tables, control: Tensor) -> None:
-        """See ``Backend``. One launch."""
+        """See `Plain`. One launch."""
         with self._ready(tables, control) as (sent, stream):
             self._library.square_sum(sent.handle, control.data_ptr(), sent.grid(SQUARE_SUM), stream)
 
     def moments(self, tables: Tables, norms: Tensor, control: Tensor) -> None:
-        """See ``Backend``. One launch."""
+        """See `Plain`. One launch."""
         with self._ready(tables, control, norms) as (sent, stream):
             self._moments(sent, norms, control, stream)
 
     def apply(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
-        """See ``Backend``. One launch.
+        """See `Plain`. One launch.
 
         Args:
             advance: add one to the step of all of ``tables.rules`` after the update, unless ``control[3]`` is not 0: for a table
@@ -73,7 +73,7 @@ class CudaOp:
             self._apply(sent, norms, control, ratios, advance, stream)
 
     def step(self, tables: Tables, norms: Tensor, control: Tensor, ratios: Tensor, *, advance: bool = False) -> None:
-        """See ``Backend`` and :meth:`apply`. Two launches."""
+        """See `Plain` and :meth:`apply`. Two launches."""
         with self._ready(tables, control, norms, ratios) as (sent, stream):
             self._moments(sent, norms, control, stream)
             self._apply(sent, norms, control, ratios, advance, stream)

@@ -13,10 +13,10 @@ from typing import Any
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
+from ds_terapipe.optim.schedules.keys import PHASES, MixedBatchKeys, Phase
 from ds_terapipe.optim.schedules.lr_rules import Schedule
-from ds_terapipe.optim.schedules.phases import Phase, check_division, micro_batch_sizes, parse_phases, position
+from ds_terapipe.optim.schedules.phases import check_division, micro_batch_sizes, position
 from ds_terapipe.optim.schedules.training_loader import TrainingLoader, is_deepspeed_loader, reads_ahead
-from ds_terapipe.optim.schedules.values import PATH
 from ds_terapipe.overrides import override
 
 logger = logging.getLogger(__name__)
@@ -42,20 +42,7 @@ class MixedBatch(Schedule):
 
     Args:
         optimizer: its ``param_groups`` get the LR.
-        params: ``phases``, as in ``scheduler.params``.
-
-    Keys of a phase:
-        steps: Optimizer steps of the phase.
-        batch_size: Samples in a step, over all replicas.
-        seq_length: Tokens in a sample.
-        lr: The peak LR of the phase.
-        warmup_ratio: The warm-up's share of the phase. One of this and ``warmup_steps`` is required.
-        warmup_steps: Steps of the warm-up.
-        end_lr: The LR at the end of the phase, 0 by default.
-        power: The power of the polynomial decay, 1 by default.
-        decay_from: ``"peak"``: the decay starts after the warm-up, the default. ``"start"``: it is counted from the first step.
-        micro_batch_size: Samples in a micro-batch of one replica. Without it the size stays; in the first phase it is
-            ``train_micro_batch_size_per_gpu``.
+        params: ``phases``, a list of :class:`~ds_terapipe.optim.schedules.keys.Phase` keys.
 
     Raises:
         ConfigError: a wrong value.
@@ -63,7 +50,7 @@ class MixedBatch(Schedule):
 
     def __init__(self, optimizer: Any, **params: Any) -> None:
         super().__init__(optimizer)
-        self.phases = parse_phases(params)
+        self.phases = MixedBatchKeys(**params).phases
         self._engine: Any = None
         self._loaders: list[TrainingLoader] = []
         self._datasets: list[Any] = []
@@ -98,7 +85,11 @@ class MixedBatch(Schedule):
         """The position, the phases it counts in, and how far all replicas are in an epoch of ``training_data``."""
         replicas = 1 if self._engine is None else _replicas(self._engine)
         delivered = [loader.delivered * replicas for loader in self._loaders]
-        return {**super().state_dict(), "phases": [asdict(phase) for phase in self.phases], "delivered": delivered}
+        return {**super().state_dict(), "phases": self._described(), "delivered": delivered}
+
+    def _described(self) -> list[dict[str, Any]]:
+        names = ("batch_size", "seq_length", "micro_batch_size")
+        return [{name: getattr(phase, name) for name in names} | {"ramp": asdict(phase.ramp)} for phase in self.phases]
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go to the position in ``state`` and put its phase in force; collective when attached to an engine.
@@ -108,7 +99,7 @@ class MixedBatch(Schedule):
         """
         super().load_state_dict(state)
         assert state is not None  # or the line before had raised
-        if [asdict(phase) for phase in self.phases] != state["phases"]:
+        if self._described() != state["phases"]:
             logger.warning("MixedBatch: the checkpoint was made with other phases, step %d is now in phase %d of %d",
                            self.steps_taken, self.phase_index, len(self.phases))  # fmt: skip
         if self._engine is None:
@@ -233,7 +224,7 @@ class MixedBatch(Schedule):
         if self._length_changes() and not hasattr(dataset, "set_seq_length"):
             lengths = [phase.seq_length for phase in self.phases]
             raise ConfigError(
-                f"{PATH}.phases: got seq_length {lengths} with data of type {type(dataset).__name__}, must have a method "
+                f"{PHASES}: got seq_length {lengths} with data of type {type(dataset).__name__}, must have a method "
                 "set_seq_length(n) where the length changes, use a data set that has one or phases of one length"
             )
 
@@ -251,7 +242,7 @@ class MixedBatch(Schedule):
         if not self._data():
             lengths = [phase.seq_length for phase in self.phases]
             raise ConfigError(
-                f"{PATH}.phases: got seq_length {lengths} and no data set to set it on, must have one before the first "
+                f"{PHASES}: got seq_length {lengths} and no data set to set it on, must have one before the first "
                 "batch, use engine.lr_scheduler.register_dataset(dataset), or initialize(training_data=dataset)"
             )
 

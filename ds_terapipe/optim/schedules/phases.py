@@ -1,79 +1,13 @@
-"""Phases of a ``MixedBatch`` training, pure: their definition, their rules, and the phase of a step.
-
-Imports the standard library only.
-"""
+"""Phases of a ``MixedBatch`` training: the phase of a step, and rules of their batches and lengths beside other keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError, bad_value, shown
-from ds_terapipe.optim.schedules.lr_rules import Ramp, whole_steps
-from ds_terapipe.optim.schedules.values import PATH, count, decay_settings, known_keys, number, warmup_setting
-
-REQUIRED = ("steps", "batch_size", "seq_length", "lr")
-KEYS = (*REQUIRED, "warmup_ratio", "warmup_steps", "end_lr", "power", "decay_from", "micro_batch_size")
-EXAMPLE = '[{"steps": 7038, "batch_size": 65536, "seq_length": 128, "lr": 6e-3, "warmup_ratio": 0.2843}, ...]'
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Optimiser steps with one batch size and sequence length, and a warm-up and decay of their own.
-
-    Attributes:
-        batch_size: samples in a step, over all replicas.
-        seq_length: tokens in a sample.
-        micro_batch_size: samples in a micro-batch of one replica; None: as in the phase before, in the first phase the
-            configuration's ``train_micro_batch_size_per_gpu``.
-        ramp: the LR by the steps taken in this phase; it has their number.
-    """
-
-    batch_size: int
-    seq_length: int
-    micro_batch_size: int | None
-    ramp: Ramp
-
-    @property
-    def steps(self) -> int:
-        """Optimiser steps in this phase."""
-        return self.ramp.steps
-
-
-def phase_path(index: int) -> str:
-    """The key of a phase in the configuration."""
-    return f"{PATH}.phases[{index}]"
-
-
-def parse_phases(params: object) -> tuple[Phase, ...]:
-    """The phases in ``scheduler.params``.
-
-    Raises:
-        ConfigError: naming the first key that is wrong, ``scheduler.params.phases[1].lr``.
-    """
-    block = known_keys(PATH, params, ("phases",), ("phases",))
-    given = block["phases"]
-    if not isinstance(given, (list, tuple)) or not given:
-        raise bad_value(f"{PATH}.phases", given, "a list of one or more phases", f"e.g. {EXAMPLE}")
-    return tuple(_phase(phase_path(index), entry) for index, entry in enumerate(given))
-
-
-def _phase(path: str, entry: object) -> Phase:
-    block = known_keys(path, entry, KEYS, REQUIRED)
-    steps = count(f"{path}.steps", block["steps"])
-    peak = number(f"{path}.lr", block["lr"], above=0.0)
-    given = warmup_setting(path, block)
-    warmup = whole_steps(given["warmup_ratio"], steps) if "warmup_ratio" in given else given["warmup_steps"]
-    if warmup > steps:
-        raise bad_value(f"{path}.warmup_steps", warmup, f"at most the phase's steps ({steps})", str(steps // 10))
-    micro = block.get("micro_batch_size")
-    return Phase(
-        count(f"{path}.batch_size", block["batch_size"]),
-        count(f"{path}.seq_length", block["seq_length"]),
-        None if micro is None else count(f"{path}.micro_batch_size", micro),
-        Ramp(peak, steps, warmup, **decay_settings(path, block, peak)),
-    )
+from ds_terapipe.optim.schedules.keys import Phase, phase_path
 
 
 def position(phases: Sequence[Phase], step: int) -> tuple[int, int]:
@@ -131,7 +65,7 @@ def check_config(phases: Sequence[Phase], config: Mapping[str, Any], replicas: i
         if isinstance(block, Mapping) and block.get("enabled") is True:
             rule = "false beside MixedBatch (each would set batch size or sequence length on its own)"
             raise bad_value(f"{name}.enabled", True, rule, "false")
-    _check_slices(phases, config.get("token_pipeline"))
+    _check_slices(phases, config)
     if replicas is not None:
         _check_batch(phases, config, replicas)
 
@@ -152,18 +86,15 @@ def _check_batch(phases: Sequence[Phase], config: Mapping[str, Any], replicas: i
         raise bad_value("gradient_accumulation_steps", steps, rule, str(wanted))
 
 
-def _check_slices(phases: Sequence[Phase], block: object) -> None:
-    if not isinstance(block, Mapping) or block.get("enabled") is False:
-        return
-    slices = block.get("slices")
-    whole = isinstance(slices, int) and not isinstance(slices, bool)
-    listed = isinstance(slices, (list, tuple)) and all(isinstance(length, int) for length in slices)
+def _check_slices(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
+    settings = parse(config)
+    slices = "auto" if settings is None else settings.slices
     for index, phase in enumerate(phases):
         key, length = f"{phase_path(index)}.seq_length", phase.seq_length
-        if listed and sum(slices) != length:  # type: ignore[arg-type]
+        if isinstance(slices, list) and sum(slices) != length:
             raise ConfigError(
-                f"token_pipeline.slices: got {shown(slices)}, which add up to {sum(slices)} tokens, must add up to {key} "  # type: ignore[arg-type]
-                f"({length}), use a number of slices, e.g. {len(slices)}"  # type: ignore[arg-type]
+                f"token_pipeline.slices: got {shown(slices)}, which add up to {sum(slices)} tokens, must add up to {key} "
+                f"({length}), use a number of slices, e.g. {len(slices)}"
             )
-        if whole and slices > length:  # type: ignore[operator]
+        if isinstance(slices, int) and slices > length:
             raise bad_value("token_pipeline.slices", slices, f"at most {key} ({length})", f"e.g. {min(8, length)}")

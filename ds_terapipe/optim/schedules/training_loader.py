@@ -42,9 +42,8 @@ class TrainingLoader:
     def recut(self, micro_batch_size: int) -> None:
         """From the next batch on, ``micro_batch_size`` samples each, as the data set makes them now."""
         loader = self._loader
-        loader.batch_size = (
-            micro_batch_size * loader.device_count
-        )  # more than 1 in DeepSpeed's single-process mode only
+        # more than one device in DeepSpeed's single-process mode only
+        loader.batch_size = micro_batch_size * loader.device_count
         if len(self.dataset) != self._samples:
             self._samples, self.delivered, self._order = len(self.dataset), 0, None
             loader.data_sampler = _resized(loader.data_sampler, self.dataset)
