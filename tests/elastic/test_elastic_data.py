@@ -36,9 +36,7 @@ def datasets() -> list[Texts]:
 
 def resize(engine: Any, step: int) -> None:
     if engine.train_batch_size() != BATCHES[step]:
-        with pytest.raises(
-            ConfigError, match=r"^set_train_batch_size: got 30, must be a multiple of 2 replicas x micro-batch 2 of"
-        ):
+        with pytest.raises(ConfigError, match=r"^set_train_batch_size: got 30, must be a multiple of 2 replicas x micro"):
             engine.set_train_batch_size(30)
         engine.set_train_batch_size(BATCHES[step])
 
@@ -76,9 +74,8 @@ def from_iterators() -> dict[str, Any]:
     for step in range(CASE.steps):
         resize(engine, step)
         mine = BATCHES[step] // CASE.size // replicas
-        found["losses"].append(
-            float(engine.train_batch(own(range(1000 * step + replica * mine, 1000 * step + (replica + 1) * mine))))
-        )
+        first = 1000 * step + replica * mine
+        found["losses"].append(float(engine.train_batch(own(range(first, first + mine)))))
         found["shapes"].append(tuple(engine.shape))
         if step in CHANGES:
             sizes = [(asked, 7000 + replica * (asked or share), asked or share) for asked in ASKED]

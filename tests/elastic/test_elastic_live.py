@@ -89,11 +89,8 @@ def lost(engine: Any) -> list[str]:  # of the settings of `prepare`
         if not isinstance(layer, Rich):
             continue
         trains, qkv, norm = entry >= engine.frozen_layers, layer.qkv.weight, layer.before_mlp.weight
-        flags = (
-            [p.requires_grad for p in (layer.up.weight, layer.down.weight)],
-            layer.training,
-            f"{layer.seen} {layer.up.weight.mean}",
-        )
+        held = f"{layer.seen} {layer.up.weight.mean}"
+        flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training, held
         values = layer.drop.p, layer.window, layer.drop.spans, bool({"shift", "late"} & layer.state_dict().keys())
         seen = f"deque([array([{entry}, {entry}]), {{{entry}}}], maxlen=3) tensor([{entry}, {entry}])"
         found = flags, values, qkv.lamb_rows, norm.tensor_model_parallel, layer.scale.item(), layer.also.item()
