@@ -140,7 +140,7 @@ class ElasticData:
         """Have the loader go on in the engine's present shape."""
         if self.loader is not None:
             self.loader.reshape(
-                engine.micro_batch_size, engine.dp_world_size, engine.grid.get_data_parallel_rank(),
+                engine.train_micro_batch_size_per_gpu(), engine.dp_world_size, engine.grid.get_data_parallel_rank(),
                 engine.global_samples, engine.train_batch_size(),
             )  # fmt: skip
 
@@ -152,12 +152,21 @@ class ElasticData:
 
     def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
         """Set the batch from the next step on; see ``ElasticPipelineEngine.follow_phase``."""
-        start = self.start_shape
-        self.start_shape = start._replace(
-            micro_batch=micro_batch, micro_batches=batch // (start.replicas * micro_batch)
-        )
-        set_batch(engine, batch, self.shape_with(engine, engine.num_stages, batch).micro_batch)
+        self.start_shape = self.start_shape._replace(micro_batch=micro_batch)
         self._start = replace(self._start, micro_batch=micro_batch)
+        set_batch(engine, batch, self.shape_with(engine, engine.num_stages, batch).micro_batch)
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse a batch that the readers of the starting shape cannot read in whole micro-batches. Raises ConfigError."""
+        _, replicas, micro_batch, _ = self.start_shape
+        if batch % (replicas * micro_batch):
+            must = f"a multiple of {replicas} replicas x micro-batch {micro_batch} of the launch"
+            raise bad_value("set_train_batch_size", batch, must, "one that is")
+
+    def follow_batch(self, engine: Any) -> None:
+        """Have the readers of the starting shape, and the loader, go on with the engine's present batch."""
+        start, batch = self.start_shape, engine.train_batch_size()
+        self.start_shape = start._replace(micro_batches=batch // (start.replicas * start.micro_batch))
         self.follow_shape(engine)
 
     # ------------------------------------------------------------------------------------------------------------ epochs

@@ -83,6 +83,12 @@ class ElasticPipelineEngine(TokenPipelineEngine):
         """
         self._controller.follow_phase(self, batch, micro_batch)
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the batch from the next step on, also between changes of shape; see ``PipelineEngine``."""
+        self._controller.data.check_batch(train_batch_size)
+        super().set_train_batch_size(train_batch_size)
+        self._controller.data.follow_batch(self)
+
     def set_dataiterator(self, iterator: Any) -> None:
         """Set the iterator, on every rank; the starting shape decides which ranks read."""
         self.data_iterator = iterator

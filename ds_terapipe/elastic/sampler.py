@@ -7,15 +7,14 @@ stopped.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
+from ds_terapipe.elastic.draws import mixed, reproducibly
 from ds_terapipe.errors import bad_value
 
 
@@ -66,7 +65,7 @@ class SampleOrder:
     def _permutation(self, epoch: int) -> torch.Tensor:
         """Return an epoch's permutation [samples]; at most two are kept, since a batch may span two epochs."""
         if epoch not in self._permutations:
-            generator = torch.Generator().manual_seed(_mixed(self.seed, epoch))
+            generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
             for old in list(self._permutations)[:-1]:
                 del self._permutations[old]
             self._permutations[epoch] = torch.randperm(self.samples, generator=generator)
@@ -173,8 +172,8 @@ def _check(batch: int, micro_batch: int, replicas: int, replica: int, consumed: 
 class MicroBatches:
     """Reader of micro-batches of a dataset, by position and samples.
 
-    A dataset or a collate function may draw masks or crops from the generators of Python, NumPy and PyTorch's CPU. Their
-    draws follow from seed and position. So the first and the last stage draw alike, whatever else their processes draw.
+    A dataset or a collate function may draw masks or crops, from generators of the process or its own. The draws follow
+    from seed and position. So the first and the last stage draw alike, whatever else their processes draw.
 
     Args:
         dataset: with ``__getitem__``, or ``__getitems__`` for several samples at once.
@@ -187,10 +186,12 @@ class MicroBatches:
 
     def __getitem__(self, key: tuple[int, Sequence[int]]) -> Any:
         position, samples = key
-        with _drawing(_mixed(self._seed, position)):
-            several = getattr(self._dataset, "__getitems__", None)
-            rows = [self._dataset[index] for index in samples] if several is None else several(list(samples))
-            return self._collate(rows)
+        holders = self._dataset.__getitem__, self._collate
+        return reproducibly(mixed(self._seed, position), holders, partial(self._read, samples))
+
+    def _read(self, samples: Sequence[int]) -> Any:
+        several = getattr(self._dataset, "__getitems__", None)
+        return self._collate([self._dataset[index] for index in samples] if several is None else several(list(samples)))
 
 
 class _Placed(Sampler[tuple[int, list[int]]]):
@@ -246,7 +247,7 @@ class ElasticLoader:
             raise RuntimeError("the loader is closed, use it before its engine is destroyed")
         if self._iterator is None:
             # seeds of workers, of which a dataset may make generators of its own
-            self._random.manual_seed(_mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
+            self._random.manual_seed(mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
             self._iterator = iter(self._loader)
         return next(self._iterator)
 
@@ -300,23 +301,3 @@ def evaluation_micro_batches(
 
 def _as_it_is(micro_batch: Any) -> Any:
     return micro_batch
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Context manager in which this process's generators of host numbers begin at a seed; they go on as before."""
-    python, numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(of_torch)
-
-
-def _mixed(*numbers: int) -> int:
-    """Mix numbers into a seed of 64 bits; with seed + epoch, seed 1 would repeat seed 0 one epoch earlier."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

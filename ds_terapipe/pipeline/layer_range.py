@@ -180,12 +180,12 @@ class LayerRange:
 def modules_of(layer: Any) -> Iterator[nn.Module]:
     """Yield the modules of a layer: itself, or those that a function or another object of it computes with."""
     parts = (layer.func, *layer.args, *layer.keywords.values()) if isinstance(layer, functools.partial) else (layer,)
-    for held in chain.from_iterable(map(_held, parts)):
+    for held in chain.from_iterable(map(held_by, parts)):
         if isinstance(held, nn.Module) and not isinstance(held, (PipelineModule, DeepSpeedEngine)):
             yield held
 
 
-def _held(part: Any) -> Sequence[Any]:
+def held_by(part: Any) -> Sequence[Any]:
     """Return a method's object, a function's closure, defaults and global names, and another object's attributes."""
     owner, function = getattr(part, "__self__", part), getattr(part, "__func__", part)
     if isinstance(owner, nn.Module):

@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor, nn
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import Layer, LayerRange
@@ -146,6 +147,14 @@ class Stage:
         elif complete:
             self.context.release(unit.micro_batch)
         return outputs
+
+    def refuse_detached(self, inputs: Any) -> None:
+        """Raise ConfigError if reentrant checkpointing of the first layer trains nothing: no floating point input."""
+        if self.trains and self.layers.detaches(as_tuple(inputs)):
+            raise ConfigError(
+                "pipeline.use_reentrant: got true with a checkpointed first layer whose inputs are whole numbers, must be false "
+                'or that layer gets no gradient, use "pipeline": {"use_reentrant": false}'
+            )
 
     def backward(self, unit: Unit, gradients: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Run a unit backward from the gradients of its outputs (None on the last stage, which starts from its loss).

@@ -86,6 +86,8 @@ class StepRunner:
         try:
             check_checkpointing(settings.slices)
             batch = self._cut_items(runtime, settings, request, pull())
+            if torch.is_grad_enabled() and runtime.view.has_first:
+                runtime.stages[0].refuse_detached(batch.inputs[0])
             weight = self._weight(batch) if runtime.view.has_last and request.compute_loss else None
         except Exception as problem:  # any error of the user's data is raised on every rank
             error = problem

@@ -19,7 +19,9 @@ ASKED = (None, 1, 3)  # num_micro_batches
 LOSS = 1e-5  # relative; evaluations have no training before them that could add up
 CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=6, batch=12)
 # of 3 samples, micro-batches of 2 become single ones
-SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3)] * 2 + [(4, 1, 2, 6)] * 2
+SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 1, 6)] + [(4, 1, 2, 6)] * 2
+BATCHES = [12] * 3 + [24, 12, 12]  # of each step, as `set_train_batch_size` sets them
+STARTS = [sum(BATCHES[:step]) for step in range(CASE.steps)]
 CHANGES = (0, 2, 4)  # the first step in each shape, behind which evaluations are made
 ENDS = Case("texts", "sgd", 2, ((1, 1),), ((1, 1),), steps=4)
 
@@ -32,11 +34,19 @@ def datasets() -> list[Texts]:
     return [Texts(size, seed=90 + size) for size in SIZES]
 
 
+def resize(engine: Any, step: int) -> None:
+    if engine.train_batch_size() != BATCHES[step]:
+        with pytest.raises(ConfigError, match=r"^set_train_batch_size: got 30, must be a multiple of 2 replicas x micro"):
+            engine.set_train_batch_size(30)
+        engine.set_train_batch_size(BATCHES[step])
+
+
 def from_training_data() -> dict[str, Any]:
     data, block = Texts(SAMPLES), CASE.elastic(data={"shuffle": True, "seed": SEED})
     engine = engine_of(CASE, training_data=data, config={"elastic_pipeline": block})
     found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}
     for step in range(CASE.steps):
+        resize(engine, step)
         found["losses"].append(float(engine.train_batch()))
         found["shapes"].append(tuple(engine.shape))
         found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.take(), tuple(data.drawn[-1:])))
@@ -62,8 +72,10 @@ def from_iterators() -> dict[str, Any]:
     engine.set_batch_fn(lambda raw: ((raw["text"], raw["positions"]), raw["labels"]))
     found: dict[str, Any] = {"losses": [], "shapes": [], "evaluated": {}}
     for step in range(CASE.steps):
-        first = 1000 * step + replica * share
-        found["losses"].append(float(engine.train_batch(own(range(first, first + share)))))
+        resize(engine, step)
+        mine = BATCHES[step] // CASE.size // replicas
+        first = 1000 * step + replica * mine
+        found["losses"].append(float(engine.train_batch(own(range(first, first + mine)))))
         found["shapes"].append(tuple(engine.shape))
         if step in CHANGES:
             sizes = [(asked, 7000 + replica * (asked or share), asked or share) for asked in ASKED]
@@ -102,7 +114,7 @@ ranks = launched(worker, RANKS, timeout=200)
 
 def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any) -> None:
     ranks, order = [rank["training_data"] for rank in ranks], SampleOrder(SAMPLES, True, SEED)
-    steps, seen = [order.between(step * CASE.batch, (step + 1) * CASE.batch) for step in range(CASE.steps)], set[Any]()
+    steps, seen = [order.between(start, start + batch) for start, batch in zip(STARTS, BATCHES, strict=True)], set[Any]()
     for number, (wanted, (stages, replicas, *_)) in enumerate(zip(steps, SHAPES, strict=True)):
         for stage in range(stages):
             parts = {r: asked for s, r, asked, _ in (found["read"][number] for found in ranks) if s == stage}
@@ -122,7 +134,7 @@ def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any
             if number in CHANGES:
                 evaluated[number] = [mean([mean_loss(model(x), y) for x, y in singles(texts)]) for texts in datasets()]
 
-    batches = [[micro_batch_of(data, step[at : at + size]) for at in range(0, CASE.batch, size)] for step in steps]
+    batches = [[micro_batch_of(data, step[at : at + size]) for at in range(0, len(step), size)] for step in steps]
     losses = reference_on(CASE, batches, evaluate).losses
     for found in ranks:
         assert found["shapes"] == SHAPES and found["losses"] == pytest.approx(losses, rel=LOSS)
@@ -155,7 +167,7 @@ def test_iterators_of_the_first_shape_feed_all_shapes(ranks: Any) -> None:
                 losses = [mean_loss(model(x), y) for x, y in map(micro, range(7000, 7000 + replicas * share))]
                 evaluated[number] = [mean(losses[: replicas * (asked or share)]) for asked in ASKED]
 
-    steps = [[micro(1000 * s + n) for n in range(CASE.batch // CASE.size)] for s in range(CASE.steps)]
+    steps = [[micro(1000 * s + n) for n in range(batch // CASE.size)] for s, batch in enumerate(BATCHES)]
     losses = reference_on(CASE, steps, evaluate).losses
     for found in (rank["iterators"] for rank in ranks):
         assert found["shapes"] == SHAPES and found["losses"] == pytest.approx(losses, rel=LOSS)

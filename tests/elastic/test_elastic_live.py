@@ -63,6 +63,7 @@ def prepare(layers: list[nn.Module], first: int = 0) -> list[nn.Module]:
             layer.before_mlp.weight.tensor_model_parallel = False
             layer.plain, layer.more["by"] = torch.linspace(0, entry / 10, 32), [entry / 8, torch.linspace(1, 0, 32)]
             layer.window, layer.drop.spans = entry, (entry, 2)  # the spec builds neither
+            layer.up.weight.mean = torch.full((2,), entry)
             layer.seen = deque([np.full(2, entry), {entry}], maxlen=3)
             layer.register_buffer("late", torch.ones(1), persistent=False)
     return layers
@@ -88,9 +89,10 @@ def lost(engine: Any) -> list[str]:  # of the settings of `prepare`
         if not isinstance(layer, Rich):
             continue
         trains, qkv, norm = entry >= engine.frozen_layers, layer.qkv.weight, layer.before_mlp.weight
-        flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training, str(layer.seen)
+        held = f"{layer.seen} {layer.up.weight.mean}"
+        flags = [p.requires_grad for p in (layer.up.weight, layer.down.weight)], layer.training, held
         values = layer.drop.p, layer.window, layer.drop.spans, bool({"shift", "late"} & layer.state_dict().keys())
-        seen = f"deque([array([{entry}, {entry}]), {{{entry}}}], maxlen=3)"
+        seen = f"deque([array([{entry}, {entry}]), {{{entry}}}], maxlen=3) tensor([{entry}, {entry}])"
         found = flags, values, qkv.lamb_rows, norm.tensor_model_parallel, layer.scale.item(), layer.also.item()
         wanted = ([entry == 1 and trains, trains], trains, seen), (0.0, entry, (entry, 2), False), (32, 32, 32), False
         if found != (*wanted, pytest.approx(1 + entry / 100), pytest.approx(entry / 50)):

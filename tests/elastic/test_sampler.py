@@ -100,8 +100,13 @@ def test_an_iterator_of_the_shape_before_refuses_to_go_on_and_a_shape_that_leave
 
 
 class Augmented(list[int]):
+    own: Any = None  # made by the first sample
+
     def __getitem__(self, index: Any) -> float:
-        return index + (torch.rand(()).item() + random.random() + np.random.rand()) / 3
+        self.own = self.own or [random.Random(1), [torch.Generator(), {"": np.random.default_rng(1)}], np.random.RandomState(1)]
+        python, (of_torch, numpy), legacy = self.own
+        drawn = python.random(), torch.rand((), generator=of_torch).item(), numpy[""].random(), legacy.randn() % 1
+        return index + (torch.rand(()).item() + random.random() + np.random.rand() + sum(drawn)) / 7
 
 
 def loader_of(shape: Shape = (3, 2), replica: int = 1, workers: int = 0, dataset: Any = range(30), **more: Any) -> Any:
@@ -133,6 +138,6 @@ def test_what_is_drawn_follows_from_the_position_whoever_reads_and_whatever_was_
         loader.close()
         return found
 
-    assert drawn(24, True) == drawn(24, False) == drawn(24, False, workers=0)
+    assert drawn(24, True) == drawn(24, True, workers=0) == drawn(24, False) == drawn(24, False, workers=0)
     fractions = [[value % 1 for value in drawn(*which)] for which in ((0, False), (24, False), (0, False, 1))]
     assert fractions[0] != fractions[1] and fractions[0] != fractions[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ import torch.distributed
 from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of
 from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.moves.attributes import is_plain
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.documents import Documents
@@ -56,6 +58,8 @@ class CacheSession:
         self._flags = ""  # facts that outputs depend on beside layers and inputs
         self._inputs: Sequence[Any] = ()  # of the next step's micro-batches, on the host
         self._known: tuple[Any, ...] = ()  # versions of the layers' tensors
+        self._attributes: dict[int, Any] = {}  # plain ones of each module, after the layers last ran
+        self._edited = ""  # a hash of them since a script changed one
         self._length: int | None = None  # sequence length of the present phase
         self._failed = self._closed = False
 
@@ -102,6 +106,12 @@ class CacheSession:
         """Note the inputs of the next step's micro-batches."""
         self._inputs = [item[0] for item in items if isinstance(item, (tuple, list)) and len(item)]
 
+    def note(self, layers: Sequence[Any]) -> None:
+        """Note plain attributes that a script has changed since these layers ran; what they count themselves does not matter."""
+        now = _plain_attributes(layers)
+        if now.keys() == self._attributes.keys() and now != self._attributes:
+            self._edited, self._known = hashlib.blake2b(repr([*now.values()]).encode(), digest_size=16).hexdigest(), ()
+
     def begin(self, layers: Sequence[Any], documents: Mapping[int, Documents]) -> None:
         """Begin a step with these layers in the first stage, all frozen; collective over the tensor-parallel ranks.
 
@@ -122,9 +132,9 @@ class CacheSession:
             self.cache.begin(self._level(layers), earlier)
         self.cache.see(self._inputs, documents)
 
-    def end(self) -> None:
-        """End the step, after an error too."""
-        self._inputs = ()
+    def end(self, layers: Sequence[Any]) -> None:
+        """End the step of these layers, after an error too."""
+        self._inputs, self._attributes = (), _plain_attributes(layers)
         if self.cache is not None:
             self.cache.end()
 
@@ -143,7 +153,7 @@ class CacheSession:
     # ----------------------------------------------------------------------------------------------------------- opening
 
     def _level(self, layers: Sequence[Any]) -> Level:
-        return level_of(layers, f"{self._flags} {self._settings.dtype}")
+        return level_of(layers, f"{self._flags} {self._settings.dtype} {self._edited}")
 
     def _tiers(self) -> list[Tier]:
         """Open the folders; without a limit a tier takes a share of what is free there."""
@@ -182,6 +192,14 @@ class CacheSession:
         """Go on with the entries of a checkpoint's run."""
         if state is not None and self.run is not None and self.cache is None:
             self.run, self.levels = str(state["run"]), [int(count) for count in state["levels"]]
+
+
+def _plain_attributes(layers: Sequence[Any]) -> dict[int, Any]:
+    modules = [module for layer in layers for each in modules_of(layer) for module in each.modules()]
+    return {
+        id(each): [pair for pair in vars(each).items() if is_plain(pair[1]) and pair[0] != "training"]
+        for each in modules
+    }
 
 
 def _agreement(engine: Any) -> Callable[[int], int]:

@@ -43,6 +43,7 @@ class CachedStage(Stage):
     def begin(self, batch: StepBatch, losses: StepLosses | None, weights_apart: bool) -> None:
         """Extend `Stage.begin`: start to read the samples of the step."""
         super().begin(batch, losses, weights_apart)
+        self._session.note(self._functions)
         if torch.is_grad_enabled():
             self._session.begin(self._functions, batch.documents)
 
@@ -91,5 +92,5 @@ class CachedStage(Stage):
         """Extend `Stage.end` by the cache."""
         super().end()
         self._whole.clear()
-        self._session.end()
+        self._session.end(self._functions)
         self.layers.timed = not self._session.wanted

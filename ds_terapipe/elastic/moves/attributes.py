@@ -1,4 +1,4 @@
-"""Plain attributes of modules that hold tensors, neither parameters nor buffers: a fixed random matrix, a running mean.
+"""Plain attributes of modules and parameters that hold tensors: a fixed random matrix, a running mean of a weight.
 
 NumPy's arrays, sets and bytes, and lists, tuples, deques and dicts of all these, are among them. Moved layers have them as
 they were. Only those travel that the layer's spec builds otherwise.
@@ -26,7 +26,7 @@ _OWN = frozenset(vars(nn.Module()))  # attributes of every module
 
 
 class Place(NamedTuple):
-    """Place of an attribute: tensor-parallel index, name of the module, name of the attribute."""
+    """Place of an attribute: tensor-parallel index, name of the module, name of the attribute, maybe a parameter's."""
 
     tensor: int
     module: str
@@ -47,12 +47,15 @@ def is_plain(value: Any) -> bool:
 
 
 def checksums(module: nn.Module) -> dict[str, str]:
-    """Return a hash of each plain attribute of a module that is a tensor, or a container of more than plain values."""
+    """Return a hash of each attribute of a module, or its parameters, that is a tensor or holds more than plain values."""
     buffers = set(map(id, module.buffers()))  # a second name of one goes with it
+    held = {key: value for key, value in vars(module).items() if key not in _OWN}
+    for name, parameter in module.named_parameters(recurse=False):
+        held |= {f"{name}.{key}": value for key, value in vars(parameter).items()}
     return {
         key: _checksum(value)
-        for key, value in vars(module).items()
-        if key not in _OWN and not is_plain(value) and _travels(value) and id(value) not in buffers
+        for key, value in held.items()
+        if not is_plain(value) and _travels(value) and id(value) not in buffers
     }
 
 
@@ -77,8 +80,10 @@ def values_of(layers: Mapping[str, nn.Module], places: Iterable[Place], tensor: 
     """Return what this rank has of these attributes, with each tensor `OnHost`."""
     modules, found = _modules(layers), {}
     for place in places:
-        value = vars(modules[place.module]).get(place.attribute) if place.module in modules else None
-        if place.tensor == tensor and value is not None:
+        if place.tensor != tensor or place.module not in modules:
+            continue
+        holder, key = _holder(modules, place)
+        if (value := vars(holder).get(key)) is not None:
             found[place] = tree_map_only(Tensor, lambda each: OnHost(each.detach().cpu(), each.device.type), value)
     return found
 
@@ -91,7 +96,13 @@ def put(layers: Mapping[str, nn.Module], values: Mapping[Place, Any], device: to
         return each.values.to(device if each.device == device.type else "cpu")
 
     for place, value in values.items():
-        setattr(modules[place.module], place.attribute, tree_map_only(OnHost, placed, value))
+        setattr(*_holder(modules, place), tree_map_only(OnHost, placed, value))
+
+
+def _holder(modules: Mapping[str, nn.Module], place: Place) -> tuple[Any, str]:
+    """Return the module or parameter that has an attribute, and the attribute's name there."""
+    parameter, _, key = place.attribute.rpartition(".")
+    return modules[place.module].get_parameter(parameter) if parameter else modules[place.module], key
 
 
 def _modules(layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -66,7 +66,6 @@ class Inspection:
     def run(self, batch: StepBatch) -> None:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total, shares, multiple = batch.lengths[0], self.runtime.shares, self.runtime.multiple
-        self.consensus.agree(self._detached(batch))
         parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
         for context in parts:
             context.documents_of = batch.documents
@@ -150,18 +149,6 @@ class Inspection:
             loss = MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans)
             loss.add(aliases(like(outputs, [t.requires_grad_(t.is_floating_point()) for t in as_tuple(outputs)])))
         return loss.value
-
-    def _detached(self, batch: StepBatch) -> ConfigError | None:
-        """Return an error if reentrant checkpointing of the first layer trains nothing: no floating point input."""
-        first = self.runtime.stages.get(0)
-        if first is None or not first.trains or not torch.is_grad_enabled():
-            return None
-        if not first.layers.detaches(as_tuple(batch.inputs[0])):
-            return None
-        return ConfigError(
-            "pipeline.use_reentrant: got true with a checkpointed first layer whose inputs are whole numbers, must be false "
-            'or that layer gets no gradient, use "pipeline": {"use_reentrant": false}'
-        )
 
     def _set_dims(self, probes: dict[int, SequenceProbe]) -> None:
         for number, probe in probes.items():
