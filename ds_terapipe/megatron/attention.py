@@ -47,7 +47,7 @@ class _Attention(nn.Module):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.group = None if pg_collection is None else pg_collection.tp
+        self.group: Any = None if pg_collection is None else pg_collection.tp
 
     def forward(
         self,
