@@ -75,7 +75,7 @@ def test_the_engine_has_the_last_word_on_the_batch_size(rank: int, caplog: pytes
     for take in (lambda: schedule.attach(engine), lambda: engine.load_checkpoint()):
         take()
         assert optimizer.param_groups[0]["lr"] == close(2e-3 / 5)
-    for _ in range(PARAMS["total_steps"] + 1):
+    for _ in range(int(PARAMS["total_steps"]) + 1):
         schedule.step()
     assert ["steps are done" in message for message in caplog.messages] == [True] * (rank == 0)
 
