@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ds_terapipe.pipeline.layer_range import held_by
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_ENDS = (str, bytes, int, float, type(None), type, ModuleType, Tensor, np.ndarray, nn.Module)
+# the operating system's generator has no state
+_ENDS = (str, bytes, int, float, type(None), type, ModuleType, Tensor, np.ndarray, nn.Module, random.SystemRandom)
 _MOST = 256  # objects that are looked at, the nearest first
 _FEW = 32  # entries of a list or dict that is looked into
 

@@ -103,8 +103,9 @@ class Augmented(list[int]):
     own: Any = None  # made by the first sample
 
     def __getitem__(self, index: Any) -> float:
-        self.own = self.own or [random.Random(1), [torch.Generator(), {"": np.random.default_rng(1)}], np.random.RandomState(1)]
-        python, (of_torch, numpy), legacy = self.own
+        several = [torch.Generator(), {"": np.random.default_rng(1)}, random.SystemRandom()]  # the last one has no state
+        self.own = self.own or [random.Random(1), several, np.random.RandomState(1)]
+        python, (of_torch, numpy, _), legacy = self.own
         drawn = python.random(), torch.rand((), generator=of_torch).item(), numpy[""].random(), legacy.randn() % 1
         return index + (torch.rand(()).item() + random.random() + np.random.rand() + sum(drawn)) / 7
 

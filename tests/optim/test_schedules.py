@@ -29,7 +29,7 @@ def sgd(*lrs: float, default: float = 0.1) -> torch.optim.Optimizer:
 
 
 def made(kind: str, params: dict[str, Any], **config: Any) -> Any:
-    """What makes the scheduler of an optimizer."""
+    """Return the function that makes a scheduler for an optimizer."""
     return read({**config, "scheduler": {"type": kind, "params": params}})[1]
 
 
