@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.deepspeed_state import flat_gradients, groups_of
+from ds_terapipe.loss_scaling import dividing_by_its_scale
 from ds_terapipe.overrides import override
 from ds_terapipe.parameter_marks import is_counted
 
@@ -39,15 +40,15 @@ def _clip_fp32_gradients(engine: Any, original: Callable[[], None]) -> None:
 
 
 def _take_model_step(engine: Any, take_step: Callable[..., None], lr_kwargs: Any = None) -> None:
-    if not isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+    optimizer = engine.optimizer
+    unfused = isinstance(optimizer, FP16_UnfusedOptimizer)
+    if unfused:
+        mark_gradients(engine.module.parameters())
+        taking_part(optimizer)
+    with dividing_by_its_scale(optimizer):
         take_step(lr_kwargs)
-        return
-    mark_gradients(engine.module.parameters())
-    taking_part(engine.optimizer)
-    scale = engine.optimizer.loss_scale_config.cur_scale  # the step may enlarge it
-    take_step(lr_kwargs)
-    if not engine.optimizer.overflow:  # of scaled gradients, where the other optimisers report that of unscaled ones
-        engine._global_grad_norm = engine.optimizer._global_grad_norm / scale
+        if unfused and not optimizer.overflow:  # of scaled gradients, where the others report that of unscaled ones
+            engine._global_grad_norm = optimizer._global_grad_norm / optimizer.loss_scale_config.cur_scale
 
 
 def counting_nothing(optimizer: Any) -> None:

@@ -10,7 +10,7 @@ from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
 from ds_terapipe.elastic.moves.groups import in_order
-from ds_terapipe.elastic.moves.masters import fill, is_wrapped, taking_no_step
+from ds_terapipe.elastic.moves.masters import fill, is_wrapped
 from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.settings import ElasticPipelineConfig, FreezeSettings
@@ -84,7 +84,7 @@ def wrapped(engine: Any, basic_optimizer: Any, before: Any, bucket: Bucket | Non
     if kind not in _WRAPPED:
         return basic_optimizer
     method, arguments = _WRAPPED[kind]
-    with quietly(), taking_no_step(basic_optimizer):
+    with quietly():
         wrapper = getattr(engine, method)(basic_optimizer, *arguments)
     fill(wrapper, before, bucket)
     if isinstance(basic_optimizer, FusedLamb) and hasattr(wrapper, "check_grad_overflow"):

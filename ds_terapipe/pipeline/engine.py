@@ -23,6 +23,7 @@ from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.loss_scaling import taking_no_step
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.autotune.engine_facts import new_slicer
 from ds_terapipe.pipeline.clock import Clock
@@ -146,6 +147,10 @@ class TokenPipelineEngine(PipelineEngine):
         if isinstance(self.optimizer, BF16_Optimizer):
             counting_nothing(self.optimizer)
         self._controller.check_optimizer(self)
+
+    def _configure_fp16_optimizer(self, optimizer: Any, *args: Any) -> Any:
+        with taking_no_step(optimizer):
+            return super()._configure_fp16_optimizer(optimizer, *args)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
         """Choose the optimizer's wrapper; wrappers get the same groups on all ranks, none of them empty."""

@@ -34,22 +34,17 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
     here = torch.device(get_accelerator().current_device_name())
     model.to(here).to(start).to(dtype)
     narrow = dtype in (torch.bfloat16, torch.float16)
-    scale = SCALE if dtype == torch.float16 else 1.0
     wide = torch.float32 if narrow else dtype
     masters = {name: nn.Parameter(p.detach().to(wide)) for name, p in model.named_parameters()}
     frozen_by_hand = ("0.", "1.") if row.freeze == "by hand" else ()
     optimizer = PLAIN[row.optimizer]([p for name, p in masters.items() if not name.startswith(frozen_by_hand)])
-    if row.precision == "fp16" and row.optimizer != "lamb":
-        # DeepSpeed 0.19.8's FP16_UnfusedOptimizer makes the state of an optimizer by a step of zero gradients
-        for master in masters.values():
-            master.grad = torch.zeros_like(master)
-        optimizer.step()
     scheduler, losses, first = falling(optimizer), list[float](), dict[str, Any]()
     for number, step in enumerate(data_of(row)):
         frozen = _prefixes(row, number)
         for master in masters.values():
             master.grad = None
         trained = {name: master for name, master in masters.items() if not name.startswith(frozen)}
+        scale = SCALE * 2.0 ** max(0, number - 1) if dtype == torch.float16 else 1.0
         losses.append(_step(model, loss_fn, tree_map(lambda t: t.to(here), step), trained, scale, row.packed))
         if number == 0:
             first = {n: torch.zeros_like(m) if m.grad is None else m.grad.clone() for n, m in masters.items()}

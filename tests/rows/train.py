@@ -26,12 +26,12 @@ from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
 SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
 SPECS: dict[str, Callable[[int], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
-SCALE = 128.0  # of an fp16 loss
+SCALE = 128.0  # of an fp16 loss, doubled behind every step from the second on
 LAYER_COSTS = LayerTimes.costs
 END = 0  # token that ends a document, where a sequence has several
 PRECISIONS: dict[str, dict[str, Any]] = {
     **training.PRECISIONS, "fp64": {}, "bf16 at once": {"bf16": {"enabled": True, "immediate_grad_update": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": SCALE}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 1}},
 }  # fmt: skip
 SHARED = "shared by two ranks"
 UNEVEN = {24: (7, 2, 9, 1, 5), common.SEQ: (5, 1, 4, 2, 4), SHARED: (4, 2, 6, 2, 2)}
@@ -239,6 +239,8 @@ def _engine_of(row: Row, start: Layout) -> Any:
     elif row.placement != "plain":
         token_pipeline |= {"stages_per_place": 2, "placement": row.placement}
     config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
+    if row.precision == "fp16" and row.optimizer == "instance":
+        config |= training.PRECISIONS["ZeRO-1"]  # another wrapper with a loss scale
     if row.is_elastic:
         config["elastic_pipeline"] = _elastic_block(row, start)
     dtype = torch.float64 if row.precision == "fp64" else torch.float32

@@ -8,8 +8,7 @@ memory. So code that moves parameters by name works for fp32 and for these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -124,20 +123,6 @@ def join(optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         state = optimizer.state.get(parameter, {})
         state.update({key: bucket.whole(value) for key, value in state.items() if isinstance(value, Share)})
-
-
-@contextmanager
-def taking_no_step(optimizer: Any) -> Iterator[None]:
-    """Context manager that disables ``step``: new fp16 wrappers take a step of zeros, which decays and counts."""
-    given = vars(optimizer).get("step")  # patched by a scheduler
-    optimizer.step = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        if given is None:
-            del optimizer.step
-        else:
-            optimizer.step = given
 
 
 def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None:
