@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import struct
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import torch
 from zlib_ng import zlib_ng
 
 from ds_terapipe import tensor_files
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.names import ELASTIC_STATE, KEYS, MANIFEST
 
 _VERSION = 2
@@ -90,15 +92,38 @@ def _crc(file: Any, start: int, count: int) -> int:
     return crc
 
 
+@dataclass
+class Saved:
+    """Files that DeepSpeed's checkpoint engine has saved, and the error of one that it could not write."""
+
+    files: list[Path] = field(default_factory=list)
+    error: ConfigError | None = None
+
+
 @contextmanager
-def saving(writer: Any) -> Iterator[list[Path]]:
-    """The files that DeepSpeed's checkpoint engine ``writer`` saves meanwhile."""
-    found: list[Path] = []
+def saving(writer: Any) -> Iterator[Saved]:
+    """What DeepSpeed's checkpoint engine ``writer`` saves meanwhile.
+
+    An error, as of a full disk, is kept for an agreement, and no further file is written: other ranks wait in barriers of
+    DeepSpeed's for this one.
+    """
+    found = Saved()
     save = writer.save
 
     def saved(state_dict: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append(Path(path))
-        return save(state_dict, path, *args, **kwargs)
+        if found.error is not None:
+            return None
+        found.files.append(Path(path))
+        try:
+            return save(state_dict, path, *args, **kwargs)
+        except Exception as problem:
+            Path(path).unlink(missing_ok=True)
+            free = shutil.disk_usage(Path(path).parent).free
+            found.error = ConfigError(
+                f"save_checkpoint: got {path} that cannot be written ({one_line(problem)}; {free / 1e9:.2f} GB are free), must "
+                "be values that pickle knows, on a disk with room, use another folder or client_state"
+            )
+            found.error.__cause__ = problem
 
     writer.save = saved
     try:

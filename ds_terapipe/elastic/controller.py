@@ -172,9 +172,13 @@ class ElasticController(Controller):
 
     def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
         """Apply a phase of ``MixedBatch``; see ``ElasticPipelineEngine.follow_phase``."""
-        self.data.follow_phase(engine, batch, micro_batch)
+        self.follow_micro_batch(engine, batch, micro_batch, restarts=len(self.data.batches) > 1)
         self.caching.follow_phase(engine)
-        if self._selector is not None and len(self.data.batches) > 1:
+
+    def follow_micro_batch(self, engine: Any, batch: int, micro_batch: int, restarts: bool = True) -> None:
+        """Set the batch, and the readers' micro-batch; ``restarts``: whether layers are timed again."""
+        self.data.follow_phase(engine, batch, micro_batch)
+        if self._selector is not None and restarts:
             self._selector.restart()
 
     # -------------------------------------------------------------------------------------------- around parts of a step

@@ -152,13 +152,14 @@ class ElasticData:
 
     def follow_phase(self, engine: Any, batch: int, micro_batch: int) -> None:
         """Set the batch from the next step on; see ``ElasticPipelineEngine.follow_phase``."""
+        self.check_batch(batch, micro_batch)
         self.start_shape = self.start_shape._replace(micro_batch=micro_batch)
         self._start = replace(self._start, micro_batch=micro_batch)
         set_batch(engine, batch, self.shape_with(engine, engine.num_stages, batch).micro_batch)
 
-    def check_batch(self, batch: int) -> None:
+    def check_batch(self, batch: int, micro_batch: int | None = None) -> None:
         """Refuse a batch that the readers of the starting shape cannot read in whole micro-batches. Raises ConfigError."""
-        _, replicas, micro_batch, _ = self.start_shape
+        replicas, micro_batch = self.start_shape.replicas, micro_batch or self.start_shape.micro_batch
         if batch % (replicas * micro_batch):
             must = f"a multiple of {replicas} replicas x micro-batch {micro_batch} of the launch"
             raise bad_value("set_train_batch_size", batch, must, "one that is")

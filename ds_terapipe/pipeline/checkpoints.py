@@ -17,7 +17,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from ds_terapipe import manifest
 from ds_terapipe.bf16_parts import LoadArguments, load_with_parts
 from ds_terapipe.errors import ConfigError, bad_value
-from ds_terapipe.job import error_of
+from ds_terapipe.job import RankFailed, error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
@@ -66,6 +66,15 @@ class WholeFolder:
         """
         self._do(lambda: self._rename(latest, known))
 
+    @contextmanager
+    def or_nothing(self) -> Iterator[None]:
+        """Context manager for what fails on all ranks or on none: an error, as of a full disk, leaves no files behind."""
+        try:
+            yield
+        except (ConfigError, OSError, RankFailed):
+            self._do(self._give_up)
+            raise
+
     def recover(self) -> None:
         """Rename a replaced checkpoint back if a killed job left it between two renames."""
         self._do(self._put_back)
@@ -73,6 +82,10 @@ class WholeFolder:
     def _make(self) -> None:
         shutil.rmtree(self.unfinished, ignore_errors=True)
         self.unfinished.mkdir(parents=True, exist_ok=True)
+
+    def _give_up(self) -> None:
+        self._put_back()
+        shutil.rmtree(self.unfinished, ignore_errors=True)
 
     def _put_back(self) -> None:
         if self._replaced.exists() and not self._target.exists():
@@ -199,11 +212,13 @@ class Checkpointer:
         self.write_beside(engine, folder, names)
         with (
             self._watchdog.waiting("all ranks to write their files", **_LONG),
-            manifest.saving(engine.checkpoint_engine) as files,
+            manifest.saving(engine.checkpoint_engine) as here,
         ):
             saved = save(str(whole.unfinished), tag, client_state, False)
-        of_ranks = self._consensus.gather(manifest.entries_of(files, folder))
-        whole.finish(latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
+        with whole.or_nothing():
+            self._consensus.agree(here.error)
+            of_ranks = self._consensus.gather(manifest.entries_of(here.files, folder))
+            whole.finish(latest, {name: entry for of_rank in of_ranks for name, entry in of_rank.items()})
         return saved
 
     @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,5 +131,16 @@ def _finish(engine: Any) -> None:
         engine._controller.optimizer_step(engine),
     ):
         engine._exec_optimizer_step()
-    with collective("loss", "the loss from the last stage"), torch.no_grad():
+    with collective("loss", "the loss from the last stage"), torch.no_grad(), _fp32_by_default():
         engine.agg_train_loss = engine._aggregate_total_loss()
+
+
+@contextmanager
+def _fp32_by_default() -> Iterator[None]:
+    """Context manager for DeepSpeed 0.19.8, which sends losses in fp32, and receives them in PyTorch's default type."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.sampler import SampleOrder
@@ -17,10 +18,11 @@ SAMPLES, SEED, RANKS = 20, 5, 4
 SIZES = (3, 11)  # of datasets: less than a micro-batch for each replica, odd
 ASKED = (None, 1, 3)  # num_micro_batches
 LOSS = 1e-5  # relative; evaluations have no training before them that could add up
-CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=6, batch=12)
+CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=7, batch=12)
 # of 3 samples, micro-batches of 2 become single ones
-SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 1, 6)] + [(4, 1, 2, 6)] * 2
-BATCHES = [12] * 3 + [24, 12, 12]  # of each step, as `set_train_batch_size` sets them
+SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 1, 6)] + [(4, 1, 2, 6)] * 2 + [(4, 1, 4, 6)]
+BATCHES = [12] * 3 + [24, 12, 12, 24]  # of each step, as `set_train_batch_size` sets them, and in the last
+LAST = 4  # `set_train_micro_batch_size`
 STARTS = [sum(BATCHES[:step]) for step in range(CASE.steps)]
 CHANGES = (0, 2, 4)  # the first step in each shape, behind which evaluations are made
 ENDS = Case("texts", "sgd", 2, ((1, 1),), ((1, 1),), steps=4)
@@ -35,7 +37,9 @@ def datasets() -> list[Texts]:
 
 
 def resize(engine: Any, step: int) -> None:
-    if engine.train_batch_size() != BATCHES[step]:
+    if step == CASE.steps - 1:
+        engine.set_train_micro_batch_size(LAST)
+    elif engine.train_batch_size() != BATCHES[step]:
         with pytest.raises(ConfigError, match=r"^set_train_batch_size: got 30, must be a multiple of 2 replicas x micro"):
             engine.set_train_batch_size(30)
         engine.set_train_batch_size(BATCHES[step])
@@ -66,7 +70,9 @@ def from_iterators() -> dict[str, Any]:
     share, reads = CASE.batch // CASE.size // replicas, engine.reads_data
 
     def own(seeds: Sequence[int]) -> Iterator[Any] | None:
-        batches = [micro(seed) for seed in seeds]
+        each = engine.start_shape.micro_batch // CASE.size
+        parts = [[micro(seed) for seed in seeds[at : at + each]] for at in range(0, len(seeds), each)]
+        batches = [tree_map(lambda *rows: torch.cat(rows), *several) for several in parts]
         return iter([{"text": t, "positions": p, "labels": labels} for (t, p), labels in batches]) if reads else None
 
     engine.set_batch_fn(lambda raw: ((raw["text"], raw["positions"]), raw["labels"]))

@@ -39,14 +39,14 @@ class Lora(nn.Module):
 
 
 HOOKED, SET = "got 1 hooks on module 5.inner, registered on a live layer", "set on a live layer"
-NEW = nn.Parameter(torch.zeros(4, 2))
+NEW = nn.Parameter(torch.zeros(4, 2, dtype=torch.float64))
 SET_ON_LIVE: dict[str, tuple[Any, str]] = {
     "lora": (lambda layer: setattr(layer, "inner", Lora(layer.inner)), f"got module 5.inner (Lora), {SET}"),
     "hook": (lambda layer: layer.inner.register_forward_hook(lambda *args: None), HOOKED),
     "hook of a gradient": (lambda layer: layer.inner.weight.register_hook(lambda gradient: None), HOOKED),
     "another shape": (
         lambda layer: setattr(layer.inner, "weight", NEW),
-        f"got parameter 5.inner.weight of shape [4, 2], built as [3, 2], {SET}",
+        f"got parameter 5.inner.weight, [4, 2] of torch.float64, built as [3, 2] of torch.float32, {SET}",
     ),
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A checkpoint's folder after a process has died at any single operation of writing it; exchange with DeepSpeed's engine."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,10 @@ def saved_nowhere(folder: str) -> tuple[str, str | None]:
         engine.save_checkpoint(f"{folder}/file/below")
     assert engine.load_checkpoint(f"{folder}/good") == (None, None), "there is none yet"
     engine.train_batch(iter(steps_of(1, 2, masked=False)[0]))
+    written = {} if torch.distributed.get_rank() == 0 else {"lock": threading.Lock()}  # not by one rank, as on its full disk
+    with pytest.raises(ConfigError, match=r"mp_rank_01_model_states.pt that cannot be written \(TypeError.* GB are free\), must"):
+        engine.save_checkpoint(f"{folder}/good", client_state=written)
+    assert not list(Path(folder, "good").iterdir())
     engine.save_checkpoint(f"{folder}/good", tag=f"{folder}/good/global_step1")
     for tag, got in (("", '"", must'), (f"run{torch.distributed.get_rank()}", ".*run0.*run1.*, must be the same on all ranks")):
         with pytest.raises(ConfigError, match=f"^save_checkpoint: tag: got {got}.*, use "):

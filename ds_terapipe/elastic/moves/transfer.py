@@ -176,7 +176,7 @@ def check_structure(prefix: str, built: nn.Module, source: StageState, key: str 
     for name in [*live, *parameters]:
         if live.get(name) != parameters.get(name):
             raise _lost(
-                f"parameter {name} of shape {_shape(live.get(name))}, built as {_shape(parameters.get(name))}",
+                f"parameter {name}, {_shown(live.get(name))}, built as {_shown(parameters.get(name))}",
                 "set",
                 key,
             )
@@ -197,8 +197,8 @@ def check_same(layers: Mapping[str, nn.Module], source: StageState, key: str = P
             raise _lost(f"one parameter as {' and '.join(sorted(found.values())[:2])}", "set", key)
 
 
-def _shape(kind: Kind | None) -> str:
-    return "none" if kind is None else str(list(kind.shape))
+def _shown(kind: Kind | None) -> str:
+    return "none" if kind is None else f"{list(kind.shape)} of {kind.dtype}"
 
 
 def _lost(what: str, how: str, key: str) -> ConfigError:

@@ -257,7 +257,7 @@ class MixedBatch(Schedule):
 
 def set_batch(engine: Any, batch_size: int, micro_batch_size: int) -> None:
     """Batch sizes wherever DeepSpeed 0.19.8 keeps a copy."""
-    engine.set_train_micro_batch_size(micro_batch_size)
+    engine._config.train_micro_batch_size_per_gpu = micro_batch_size
     engine.set_train_batch_size(batch_size)
     # The boundary of a step is counted from micro_steps modulo the new number of micro-batches, nothing else reads it.
     engine.micro_steps = 0

@@ -30,7 +30,7 @@ def log_step(engine: Any, report: StepReport, batch: StepBatch, schedule: str, s
         began = time.perf_counter()
         waited = waits.take_s() if printing else None
         seconds += time.perf_counter() - began  # the host runs ahead of the device
-    report.add(sum(batch.lengths) * engine.micro_batch_size * engine.dp_world_size, seconds, waited)
+    report.add(sum(batch.lengths) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size, seconds, waited)
     if printing:
         shares = engine._consensus.collect(report.waited_share)
         by_stage = [shares[engine.grid.stage_to_global(stage)] for stage in range(engine.num_stages)]
