@@ -19,7 +19,7 @@ from typing import Any
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-PLACES, PLAIN_NAMES = "stage_places", "plain_names"
+PLACES, PLAIN = "stage_places", "plain_stages"
 _TIED = "tied_modules"
 
 
@@ -80,8 +80,15 @@ class ModelChunks:
     @property
     def plain_names(self) -> Sequence[Sequence[str]] | None:
         """Parameter names of each place in the module's order, as it was before its layers were placed on as many."""
-        names: Sequence[Sequence[str]] = getattr(self._module, PLAIN_NAMES, ())
+        _, names = getattr(self._module, PLAIN, ((), ()))
         return names if len(names) == self._module.num_stages else None
+
+    def leaves_out(self, prefix: str, entries: Sequence[int], name: str) -> bool:
+        """Whether a tied layer has no such parameter where a stage has these entries, as known from before layers were placed."""
+        parts, names = getattr(self._module, PLAIN, ((), ()))
+        entry = self.builder(prefix, entries)
+        of_stages = zip(pairwise(parts), names, strict=True)
+        return any(self.builder(prefix, range(*bounds)) == entry and name not in known for bounds, known in of_stages)
 
     @property
     def ranges(self) -> tuple[range, ...]:
@@ -135,6 +142,10 @@ class ModelChunks:
         """Return the prefix of an entry's parameter names: ``3.``, or ``tied_modules.embedding.``."""
         spec = self.specs[entry]
         return f"{_TIED}.{spec.key}." if isinstance(spec, TiedLayerSpec) else f"{entry}."
+
+    def is_tied(self, prefix: str) -> bool:
+        """Whether several entries may have the layer of a prefix."""
+        return prefix.startswith(f"{_TIED}.")
 
     def builder(self, prefix: str, entries: Sequence[int] | None = None) -> int | None:
         """Return the first of ``entries``, by default those on this rank, that builds the layer of a prefix; or None."""

@@ -22,6 +22,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "multi_latent_attention": (False, "only self-attention is built"),
     "experimental_attention_variant": (None, "only self-attention is built"),
     "window_size": (None, "attention is over the whole context"),
+    "use_mup": (False, "embeddings, logits and learning rates are not scaled by the width"),
     "qk_clip": (False, "no step clips queries and keys after the optimizer's"),
     "layernorm_zero_centered_gamma": (False, "norms are PyTorch's, which multiply by their weights"),
     "softmax_type": ("vanilla", "attention goes through PyTorch's scaled dot product attention"),

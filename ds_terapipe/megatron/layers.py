@@ -203,7 +203,7 @@ class OutputHead(nn.Module):
 
     def __init__(self, config: TransformerConfig, vocab_size: int, seed: int) -> None:
         super().__init__()
-        self.output_layer = output_layer(config, vocab_size, seed, config.embedding_init_method, bias=False)
+        self.output_layer = output_layer(config, vocab_size, seed, config.init_method, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.output_layer(hidden)[0])

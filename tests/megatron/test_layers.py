@@ -12,6 +12,8 @@ from torch.nn import functional as F
 pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -120,6 +122,7 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
     ({"qk_clip": True}, {}, "qk_clip"), ({"account_for_loss_in_pipeline_split": True}, {}, "use the argument layers_per_stage"),
     ({"layernorm_zero_centered_gamma": True}, {}, "gamma"), ({"enable_autocast": True}, {}, "use DeepSpeed's torch_autocast"),
     ({"calculate_per_token_loss": True}, {}, "micro-batches"), ({"cuda_graph_impl": "local"}, {}, "several lengths"),
+    ({"use_mup": True}, {}, "use_mup"),  # from 0.17 on
     ({"num_query_groups": 3}, {}, r"num_query_groups: got 3, must be a divisor of num_attention_heads \(4\), use e.g. 4"),
     ({"recompute_granularity": "selective"}, {}, "use DeepSpeed's activation checkpointing"),
     ({"tensor_model_parallel_size": 2}, {}, "tensor x pipeline parallel size: got 2 x 1 for 1 processes"),
@@ -127,8 +130,20 @@ def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alo
     ({}, {"position_embedding": "alibi"}, 'position_embedding: got "alibi"'),
 ])  # fmt: skip
 def test_settings_that_are_not_followed_are_refused(alone: None, changes: Any, arguments: Any, message: str) -> None:
+    wrong = config()
+    vars(wrong).update(changes)
     with pytest.raises(ConfigError, match=message):
-        gpt_pipeline(config(**changes), vocab_size=64, seq_length=16, num_stages=1, **arguments)
+        gpt_pipeline(wrong, vocab_size=64, seq_length=16, num_stages=1, **arguments)
+
+
+def test_first_weights_are_spread_as_those_of_megatron_core(alone: None) -> None:
+    settings = config(init_method_std=0.1, embedding_init_method_std=0.7)
+    body = [layers.GPTLayer(settings, number, None, number) for number in (1, 2)]
+    ends = layers.Embedding(settings, 64, 16, 0), layers.FinalNorm(settings), layers.OutputHead(settings, 64, 3)
+    ours = torch.nn.ModuleList([ends[0], *body, *ends[1:]])
+    theirs = GPTModel(settings, get_gpt_layer_local_spec(), 64, 16)
+    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert mine.shape == other.shape and float(mine.std()) == pytest.approx(float(other.std()), rel=0.2), name
 
 
 def seeded(rank: int, size: int) -> tuple[float, float]:

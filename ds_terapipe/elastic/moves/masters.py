@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_leaves
 from ds_terapipe.clipping import counting_nothing
 from ds_terapipe.deepspeed_state import Fragment, fragments, unlink
 from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
-from ds_terapipe.elastic.moves.transfer import described
+from ds_terapipe.elastic.moves.transfer import MASTER, described
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.parameter_groups import tell
 
-MASTER = "ds_terapipe_master"
 _STEP = "step"
 # Overflow state of a wrapper, in either scheme (runtime/fp16/loss_scaler.py); the same on all ranks.
 _SCALING = ("loss_scaler", "loss_scale_config", "custom_loss_scaler", "external_loss_scale", "overflow")

@@ -28,10 +28,10 @@ from ds_terapipe.elastic.moves.layers import (
     reassemble,
     structure_of,
 )
-from ds_terapipe.elastic.moves.masters import MASTER
 from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
 from ds_terapipe.elastic.moves.transfer import (
+    MASTER,
     StageState,
     TensorInfo,
     authority,

@@ -20,7 +20,7 @@ from torch import nn
 from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig
 from ds_terapipe.elastic.moves.reshape import Reshape
 from ds_terapipe.errors import ConfigError, bad_value, named
-from ds_terapipe.model_chunks import PLAIN_NAMES, ModelChunks
+from ds_terapipe.model_chunks import PLAIN, ModelChunks
 from ds_terapipe.pipeline.parameter_groups import check_inside, make_alike
 from ds_terapipe.pipeline.shared_weights import refuse_split, shared_weights
 from ds_terapipe.pipeline.teardown import shape_groups
@@ -93,7 +93,7 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         make_alike(optimizer, arguments.get("lr_scheduler"), consensus.gather)
         before = shape_groups(model)
         names = dict(consensus.gather((model.stage_id, [name for name, _ in model.named_parameters()])))
-        setattr(model, PLAIN_NAMES, [names[place] for place in sorted(names)])
+        setattr(model, PLAIN, (ModelChunks(model).parts, [names[place] for place in sorted(names)]))
         reshape.run()
         close_groups(before - shape_groups(model))
         if arguments.get("model_parameters") is not None:

@@ -21,6 +21,7 @@ from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.step_rules import DeviceSteps
 
+MASTER = "ds_terapipe_master"  # key of the fp32 weights in a parameter's state
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -99,7 +100,7 @@ def stage_state(
                 group_of.get(id(parameter)),
                 {key: kind_of(value) for key, value in sent.items()},
                 {key: described(value) for key, value in state.items() if key not in sent},
-                prefix not in shared or _has_moved(state),
+                prefix not in shared or has_moved(state),
             )
         for name, buffer in layer.named_buffers():
             tensors[prefix + name] = TensorInfo(kind_of(buffer))
@@ -131,9 +132,11 @@ def described(value: Any) -> Any:
     return int(value) if isinstance(value, DeviceSteps) else value
 
 
-def _has_moved(state: Mapping[str, Any]) -> bool:
-    moments = [value for key, value in state.items() if isinstance(value, Tensor) and key != "step"]
-    return any(bool(value.any()) for value in moments)
+def has_moved(state: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has ever had a gradient for a parameter, as its moments show."""
+    return any(
+        isinstance(value, Tensor) and bool(value.any()) for key, value in state.items() if key not in ("step", MASTER)
+    )
 
 
 def _about(module: nn.Module) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 
 from ds_terapipe.deepspeed_state import Run, SavedTensor, one_each, saved_tensors, with_masters
-from ds_terapipe.elastic.moves.masters import MASTER
 from ds_terapipe.elastic.moves.shares import copy_common
+from ds_terapipe.elastic.moves.transfer import MASTER, has_moved
 from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
 from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group, plain_members
 from ds_terapipe.model_chunks import ModelChunks
@@ -33,6 +33,7 @@ class _Held(NamedTuple):
 
     Attributes:
         names: of each parameter the number of elements here, and its state: the type of tensors like it, else the value.
+        moved: names of parameters whose elements here have had a gradient.
         shapes: of all parameters here.
         settings: of each parameter group, and whether it has parameters here.
     """
@@ -41,6 +42,7 @@ class _Held(NamedTuple):
     data: int
     tensor: int
     names: Mapping[str, tuple[int, Mapping[str, Any]]]
+    moved: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
     settings: Sequence[tuple[dict[str, Any], bool]]
 
@@ -132,14 +134,17 @@ def _held(
     at: Any, kind: str, saved: Any, mine: Mapping[str, Any], shapes: Mapping[str, Any], names: Sequence[Any]
 ) -> _Held:
     described: dict[str, tuple[int, dict[str, Any]]] = {}
+    moved = set()
     for name, state in mine.items():
-        lengths = {value.values.numel() for value in state.values() if isinstance(value, Elements)}
-        described[name] = max(lengths, default=0), {key: _described(value) for key, value in state.items()}
+        flat = {key: value.values for key, value in state.items() if isinstance(value, Elements)}
+        length = max((values.numel() for values in flat.values()), default=0)
+        described[name] = length, {key: _described(value) for key, value in state.items()}
+        moved |= {name} if has_moved(flat) else set()
     settings = [
         (settings_of(group), any(name in shapes for name in of_group))
         for group, of_group in zip(groups_in(kind, saved), names, strict=True)
     ]
-    return _Held(at.pipe, at.data, getattr(at, "model", 0), described, shapes, settings)
+    return _Held(at.pipe, at.data, getattr(at, "model", 0), described, frozenset(moved), shapes, settings)
 
 
 def _described(value: Any) -> Any:
@@ -150,10 +155,13 @@ def _described(value: Any) -> Any:
 
 
 def _sources(said: Mapping[int, _Held]) -> dict[str, list[_Source]]:
-    """Return the ranks that have a parameter's elements, of the first place that has a state of it."""
+    """Return the ranks that have a parameter's elements, of the first place that has used it, or has a state of it."""
     found: dict[str, list[_Source]] = {}
     place_of: dict[str, int] = {}
-    for rank, each in sorted(said.items(), key=lambda item: (item[1].place, item[1].data)):
+    in_order = sorted(said.items(), key=lambda item: (item[1].place, item[1].data))
+    for _, each in reversed(in_order):
+        place_of |= dict.fromkeys(each.moved, each.place)
+    for rank, each in in_order:
         for name, (length, state) in each.names.items():
             if state and place_of.setdefault(name, each.place) == each.place:
                 of_name = found.setdefault(name, [])

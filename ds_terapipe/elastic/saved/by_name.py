@@ -12,7 +12,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from ds_terapipe.deepspeed_state import saved_fragments, saved_partitions
-from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped
+from ds_terapipe.elastic.moves.masters import is_wrapped
+from ds_terapipe.elastic.moves.transfer import MASTER
 
 PLAIN, FLAT, WHOLE = "plain", "flat", "fp16"  # a torch optimizer's; parts of replicas; of fp16 without ZeRO
 # Key of the torch optimizer's state in the state of a wrapper.

@@ -19,7 +19,8 @@ from deepspeed.ops.adam import FusedAdam
 from ds_terapipe import tensor_files
 from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
-from ds_terapipe.elastic.moves.masters import MASTER, is_wrapped, replace
+from ds_terapipe.elastic.moves.masters import is_wrapped, replace
+from ds_terapipe.elastic.moves.transfer import MASTER
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
 from ds_terapipe.elastic.saved.by_name import FLAT, WHOLE, layout_of
 from ds_terapipe.elastic.saved.order import (
@@ -254,30 +255,28 @@ def _parts_in(engine: Any, files: SavedFiles, folder: Path, wants: Wanted, membe
             groups = [list(names) for names in elements_by_name(saved["optimizer_state_dict"]) or ()]
         else:
             counts.append(elements(saved["optimizer"]) or [])
-        last = at.pipe == record.get("places", [topology.get_dim("pipe") - 1])[-1]
         found.append(
-            {"kind": kind, "stage": at.pipe, "data": share.data, "tensor": share.tensor, "file": name, "groups": groups,
-             "last": last}
-        )  # fmt: skip
+            {"kind": kind, "stage": at.pipe, "data": share.data, "tensor": share.tensor, "file": name, "groups": groups}
+        )
     if any(part["groups"] is None for part in found):
         joined, stages = is_wrapped(engine.optimizer), plain_members(chunks, members)
         here = [counts_by_group(of_stage, len(each), joined) for of_stage, each in zip(stages, counts, strict=True)]
         if here != counts:
-            stages = _in_order(folder, counts, chunks.prefixes, members, joined)
+            stages = _in_order(folder, counts, chunks, members, joined)
         for part, of_stage, each in zip(found, stages, counts, strict=True):
             part["groups"] = names_by_group(of_stage, len(each))
     return found
 
 
 def _in_order(
-    folder: Path, counts: Sequence[Sequence[int]], prefixes: Sequence[str], members: Members, joined: bool
+    folder: Path, counts: Sequence[Sequence[int]], chunks: ModelChunks, members: Members, joined: bool
 ) -> list[list[Member]]:
     """Return the parameters of each stage if the stages divide the layer list, as in DeepSpeed's own engine.
 
     Args:
         folder: for the error.
         counts: of each stage the parameters in its groups, or their elements.
-        prefixes: of the entries of the layer list.
+        chunks: the layer list.
         members: the optimizer's parameters.
         joined: whether elements are counted.
 
@@ -286,15 +285,15 @@ def _in_order(
     """
     found, start = [], 0
     for of_stage in counts:
-        stop, here = start, stage_members((), members)
+        stop, here = start, stage_members((), chunks, members)
         while (now := counts_by_group(here, len(of_stage), joined)) != list(of_stage):
-            if stop == len(prefixes) or any(some > most for some, most in zip(now, [*of_stage, 0], strict=False)):
+            if stop == len(chunks.specs) or any(some > most for some, most in zip(now, [*of_stage, 0], strict=False)):
                 must = "of the same parameters as there are now, in the order of the layers"
                 raise bad_value(
                     f"{KEY}: optimizer", f"other parameter groups in {folder}", must, "load_optimizer_states=False"
                 )
             stop += 1
-            here = stage_members(prefixes[start:stop], members)
+            here = stage_members(range(start, stop), chunks, members)
         found.append(here)
         start = stop
     return found

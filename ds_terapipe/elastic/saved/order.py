@@ -52,16 +52,20 @@ def plain_members(chunks: ModelChunks, members: Members) -> list[list[Member]]:
         return [[of_name[name] for name in of_place if name in of_name] for of_place in names]
     places = {*chunks.places}
     parts = chunks.parts[:: len(chunks.places) // len(places)]
-    return [stage_members(chunks.prefixes[start:stop], members) for start, stop in pairwise(parts)]
+    return [stage_members(range(start, stop), chunks, members) for start, stop in pairwise(parts)]
 
 
-def stage_members(prefixes: Sequence[str], members: Members) -> list[Member]:
-    """Return the parameters of a stage with layers of these prefixes.
+def stage_members(entries: Sequence[int], chunks: ModelChunks, members: Members) -> list[Member]:
+    """Return the parameters of a stage with these entries.
 
     A module has its loss first, which is on every stage, and then tied layers.
     """
-    tied_first = sorted(dict.fromkeys(prefixes), key=lambda prefix: not prefix.startswith("tied_modules."))
-    return [member for prefix in (LOSS, *tied_first) for member in members.get(prefix, ())]
+    prefixes = list(dict.fromkeys(map(chunks.prefix, entries)))
+    tied = [prefix for prefix in prefixes if chunks.is_tied(prefix)]
+    found = list(members.get(LOSS, ()))
+    for prefix in tied:
+        found += [each for each in members.get(prefix, ()) if not chunks.leaves_out(prefix, entries, each.name)]
+    return found + [member for prefix in prefixes if prefix not in tied for member in members.get(prefix, ())]
 
 
 def names_by_group(members: Sequence[Member], groups: int) -> list[list[str]]:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.elastic.moves.layers import LOSS
+from ds_terapipe.elastic.moves.transfer import has_moved
 from ds_terapipe.elastic.saved.by_name import FLAT, PLAIN, Elements, groups_in, layout_of, states_in
 from ds_terapipe.errors import ConfigError, bad_value, one_line
 from ds_terapipe.pipeline.parameter_groups import settings_of
@@ -78,7 +80,7 @@ class SavedStates:
         self.settings: list[dict[str, Any]] = []
         self.scale: dict[str, Any] = {}
         self._folder, self._wanted, self._sizes = folder, wanted, sizes or {}
-        self._stage_of: dict[str, int] = {}  # stage from whose files a parameter's state is read
+        self._copies: dict[str, dict[int, dict[str, Any]]] = {}  # states by name and stage
         mine = _of_tensor(parts, tensor)
         self._check_parts(mine, groups)
         now = _numbers_now(mine, groups, number_of)
@@ -89,9 +91,11 @@ class SavedStates:
             for then, members in enumerate(part["groups"]):
                 if any(name in wanted for name in members):
                     self.settings[now[then]] = of_groups[then]
-        for name, state in self.states.items():
+        for name, copies in self._copies.items():
             with _named(folder):
-                state.update({key: _whole(key, value, wanted[name].shape) for key, value in state.items()})
+                for state in copies.values():
+                    state.update({key: _whole(key, value, wanted[name].shape) for key, value in state.items()})
+            self.states[name] = _of_copies(name, list(copies.values()))
 
     def _check_parts(self, mine: Sequence[Mapping[str, Any]], groups: int) -> None:
         known = {name for part in mine for group in part["groups"] for name in group}
@@ -118,15 +122,23 @@ class SavedStates:
         if kind != PLAIN:
             self.scale = {key: value for key, value in saved.items() if not isinstance(value, (Tensor, list, dict))}
         for name, state in states_in(kind, saved, part["groups"], self._sizes, levels):
-            # a tied weight is in the files of several stages, the same in each
-            if name in self._wanted and state and self._stage_of.setdefault(name, stage) == stage:
-                mine = self.states.setdefault(name, {})
+            if name in self._wanted and state:
+                mine = self._copies.setdefault(name, {}).setdefault(stage, {})
                 for key, value in state.items():
                     if isinstance(value, Elements):
                         mine.setdefault(key, []).append(value.values.clone())
                     else:
                         mine.setdefault(key, value)
         return groups_in(kind, saved)
+
+
+def _of_copies(name: str, copies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the state that counts of those in the files of several stages, in their order.
+
+    Of a tied module a stage may have a weight that another stage alone uses. A loss is used on the last one.
+    """
+    in_doubt = copies[-1 if name.startswith(LOSS) else 0]
+    return next((state for state in copies if has_moved(state)), in_doubt)
 
 
 def _read(path: Path, key: str) -> Mapping[str, Any]:
@@ -144,8 +156,7 @@ def _whole(key: str, value: Any, shape: torch.Size) -> Any:
 
 def _of_tensor(parts: Sequence[Mapping[str, Any] | None], tensor: int) -> list[Mapping[str, Any]]:
     mine = [part for part in parts if part is not None and part["tensor"] == tensor]
-    # the weights of a loss are trained with the model's last stage, and other ranks may have copies
-    return sorted(mine, key=lambda part: (not part.get("last"), part["stage"], part["data"]))
+    return sorted(mine, key=lambda part: (part["stage"], part["data"]))
 
 
 def read_by(parts: Sequence[Mapping[str, Any] | None], tensor: int, names: Collection[str]) -> list[Mapping[str, Any]]:
