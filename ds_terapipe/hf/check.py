@@ -2,8 +2,8 @@
 
 Operations outside a model's layers (scaled embeddings or logits, keys that layers share, a second embedding) does not
 show in its modules; its own ``forward`` does it. So before any weights are read, a model of the same configuration with
-a few narrow layers runs in fp64 as transformers runs it and layer after layer: logits, loss and all gradients, with
-padding and with packed documents.
+a few narrow layers runs in fp64 as transformers trains it and layer after layer: logits, loss and all gradients, with
+padding and with packed documents. Dropout is a factor there, and a cast to fp32 is none.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
 from ds_terapipe.errors import ConfigError, one_line
@@ -26,9 +27,19 @@ from ds_terapipe.hf.source import Source
 _LENGTH, _WINDOW, _VOCABULARY, _HEADS = 16, 5, 96, 4
 _GRADIENT = "the gradient of "
 _LOSS = "_loss_function"  # what a model has that was given another loss_function
-_TOLERANCE = 1e-6  # in fp64, where models that cast to fp32 inside do the same both ways
+_TOLERANCE = 1e-9
 
 Chain = Callable[[Source], Sequence[Callable[[Any], Any]]]
+
+
+class _Exact(TorchDispatchMode):
+    """Operators without chance and in fp64: a dropout keeps all elements, scaled, and fp32 is never asked for."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_(1.0)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return op(*args, **kwargs)
 
 
 def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
@@ -43,7 +54,7 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
-            model = kind(shrunk(source.config)).double().eval()
+            model = kind(shrunk(source.config)).double().train()
         except Exception as problem:
             what = f"of which no small model could be made to be compared ({one_line(problem)})"
             raise refusal(name, what, "another model") from problem
@@ -53,20 +64,31 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
             if parameter.dim() < 2:  # norms and biases are all alike at first
                 parameter.data.add_(torch.randn_like(parameter) / 10)
         for features in _batches():
-            try:
-                expected = _own(model, features, own_loss)
-                model.set_attn_implementation(attention.NAME)
-                got = _chained(chain(Source(model, given=True)), model, features)
-            except ConfigError:
-                raise
-            except Exception as problem:
-                what = f"whose layers do not run one after the other ({one_line(problem)})"
-                raise refusal(name, what, "another model") from problem
-            model.set_attn_implementation("eager")
-            for what, error in _differences(expected, got):
-                if not error <= _TOLERANCE:
-                    said = f"whose own forward does more than its layers do ({what} differs by {error:.1e})"
-                    raise refusal(name, said, "another model, or write its layers into a PipelineModule")
+            found = _difference(model, chain, features, own_loss)
+            if found is not None:
+                drops = [key for key, p in vars(source.config).items() if "drop" in key and isinstance(p, float) and p]
+                if drops and _difference(model.eval(), chain, features, own_loss) is None:
+                    said, use = "whose own forward drops out beside its layers", f"it with {' and '.join(drops)} 0"
+                else:
+                    said, use = f"whose own forward does more than its layers do ({found})", "another model"
+                raise refusal(name, said, f"{use}, or write its layers into a PipelineModule")
+
+
+def _difference(model: Any, chain: Chain, features: dict[str, Tensor], own_loss: bool) -> str | None:
+    """What differs between a model and the chain of it on a batch, and by how much; None: nothing."""
+    try:
+        with _Exact():
+            expected = _own(model, features, own_loss)
+            model.set_attn_implementation(attention.NAME)
+            got = _chained(chain(Source(model, given=True)), model, features)
+    except ConfigError:
+        raise
+    except Exception as problem:
+        what = f"whose layers do not run one after the other ({one_line(problem)})"
+        raise refusal(model.config.model_type, what, "another model") from problem
+    model.set_attn_implementation("eager")
+    wrong = (f"{what} differs by {error:.1e}" for what, error in _differences(expected, got) if not error <= _TOLERANCE)
+    return next(wrong, None)
 
 
 def _differences(expected: dict[str, Tensor], got: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
@@ -107,9 +129,6 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(tiny, name, value)
     if types is not None:
         tiny.layer_types = types[: tiny.num_hidden_layers]
-    for name, value in vars(config).items():
-        if isinstance(value, float) and name.endswith(("_dropout", "_pdrop", "dropout_prob", "dropout_rate")):
-            setattr(tiny, name, 0.0)
     return tiny
 
 

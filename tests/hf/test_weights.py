@@ -130,7 +130,7 @@ TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
 SIZES = SMALL | {"num_key_value_heads": 2, "vocab_size": 96, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
 # docs/reference/hugging_face.md's list, by the name of the configuration's class
-PASS = ["Apertus", "Arcee", "Cwm", "Ernie4_5", "Exaone4", "Gemma", "Glm", "Glm4", "Helium", "Ministral", "Nemotron", "Olmo",
+PASS = ["Apertus", "Arcee", "BitNet", "Cwm", "Ernie4_5", "Exaone4", "Gemma", "Glm", "Glm4", "Helium", "Ministral", "Nemotron", "Olmo",
         "Olmo3", "Phi", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"]  # fmt: skip
 DIFFERS = "whose own forward does more than its layers do"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -142,6 +142,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "GPTJConfig": ({"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "AttentionInterface"),
     "BloomConfig": ({"hidden_size": 32, "n_head": 4, "n_layer": 2}, "AttentionInterface"),
     "BertConfig": (TWO, "with BertEmbeddings and BertEncoder"),
+    "Starcoder2Config": (SIZES | {"embedding_dropout": 0.1}, "drops out beside its layers, must be a decoder of word embedding, "
+                         "layers, norm and head, use it with embedding_dropout 0, or write"),
 }  # fmt: skip
 
 
