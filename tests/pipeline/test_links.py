@@ -1,4 +1,4 @@
-"""Values between stages arrive as they were sent, in one message each; their description is sent once."""
+"""Values between stages arrive as they were sent, in one message each, issued in the proven order; shapes are told once."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
@@ -14,10 +16,12 @@ from ds_terapipe.pipeline.slicing import TensorCut, spans
 from ds_terapipe.pipeline.transport import boundary
 from ds_terapipe.pipeline.transport import p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
-from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.channels import Channels, channels_of
 from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
+from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only, order, with_messages
+from ds_terapipe.schedule.hardware_queue import COMPUTE, program_of
+from tests.schedule import strategies
 from tests.spawn import launched
 
 CPU = torch.device("cpu")
@@ -47,6 +51,57 @@ def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
     counter.add_(1)
     with pytest.raises(RuntimeError, match=r"^activations of 0\.1: a layer wrote into them"):
         box.keep(0)
+
+
+class Issued:
+    """Stand-in for ``deepspeed.comm`` and the watchdog that writes down what a place issues, as `program_of` says it."""
+
+    def __init__(self, placement: Placement, place: int) -> None:
+        view, channels = RankView(placement, place, tuple(range(placement.places))), {c: c for c in channels_of(placement)}
+        self.entries: list[tuple[Any, int | None]] = []  # a stream, or the entry that is waited for
+        self.links = Links(view, channels, CPU, self, None)  # type: ignore[arg-type]
+        for known in self.links._known.values():
+            known["any", None] = BoundarySpec.of(torch.zeros(1, requires_grad=True))
+
+    def isend(self, message: Tensor, peer: int, group: Any) -> int:
+        return self.issue(("out", group))
+
+    def irecv(self, message: Tensor, peer: int, group: Any) -> int:
+        return self.issue(("in", group))
+
+    def wait(self, work: int, what: str) -> None:
+        self.issue(COMPUTE, work)
+
+    def issue(self, stream: Any, waits_for: int | None = None) -> int:
+        self.entries.append((stream, waits_for))
+        return len(self.entries) - 1
+
+    def run(self, row: list[Action]) -> None:
+        self.links.begin(row, lambda unit: ("any", None))
+        for op, stage, unit, _ in row:
+            if op.is_receive:
+                (self.links.receive_forward if op is Op.RECV_FORWARD else self.links.receive_backward)(stage, unit)
+            elif op is Op.SEND_FORWARD:
+                self.links.send_forward(stage, unit, torch.zeros(1, requires_grad=True))
+            elif op is Op.SEND_BACKWARD:
+                self.links.send_backward(stage, unit, [torch.zeros(1)])
+            else:
+                self.issue(COMPUTE)
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long, st.booleans())
+def test_what_a_host_issues_is_what_is_proven_to_end_on_one_hardware_queue(name, placement, slices, trains):
+    made = order(name, placement, slices) if trains else forward_only(placement, slices)
+    for place, row in enumerate(with_messages(made, placement)):
+        issued, proven = Issued(placement, place), program_of(row)
+        with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(trains):
+            patch.setattr(links_module, "dist", issued)
+            issued.run(row)
+        wanted = [(each.stream, each.after[0] if each.stream == COMPUTE and each.after else None) for each in proven]
+        issued.links.finish()
+        end = [each.action for each in proven].index(len(row)) if proven[-1].action == len(row) else len(proven)
+        assert issued.entries[:end] == wanted[:end] and sorted(issued.entries[end:]) == sorted(wanted[end:])
 
 
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
