@@ -22,12 +22,12 @@ beside() {
   run python -m tests.device_stand_in.lamb
   run python -m pytest -q -p no:cacheprovider -m "not full" tests/test_cli_check.py -k a_launch_takes
   run python -m pytest -q -p no:cacheprovider -p tests.device_stand_in.plugin tests/pipeline/test_gpu_attention.py \
-    -k "causal or explicit or override"
+    -k "causal or explicit"
 }
 log=$(mktemp)
 beside >"$log" 2>&1 & second=$!
 trap 'kill $second 2>/dev/null || true; rm -f "$log"' EXIT
-# What the stand-in itself gives; the engine on it: one hardware queue, races, host waits, a rank that stops; rows; files of tests whose
+# What the stand-in itself gives; the engine on it: one hardware queue, races, host waits; rows; files of tests whose
 # subject is more than a training; the memory model. With ROWS= all rows run.
 passed=0
 run env TESTS_ROWS="${ROWS-few}" python -m pytest -q -p no:cacheprovider --slowest 5 -m "not full" tests/device_stand_in \

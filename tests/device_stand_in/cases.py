@@ -1,28 +1,14 @@
-"""Cases that run on the stand-in, in a process of their own: ``python -m tests.device_stand_in.cases NAME...`` prints JSON."""
+"""Hand-overs between streams on the stand-in: ``python -m tests.device_stand_in.cases`` prints their races as JSON."""
 
 import json
-import sys
 import time
-from collections.abc import Callable
 from ctypes import c_void_p
-from typing import Any
 
 import torch
-from torch import nn
 
 from tests.device_stand_in import compute, runtime
 
 _ELEMENTS = 1 << 20
-
-
-def random_numbers() -> list[bool]:
-    """Masks: equal after the generator is set back, otherwise not; a generator of the user's own counts."""
-    x, dropout, own = torch.ones(256, device="cuda"), nn.Dropout(0.5), torch.Generator("cuda")
-    state = torch.cuda.get_rng_state()
-    first, second = dropout(x), dropout(x)
-    torch.cuda.set_rng_state(state)
-    made = [torch.rand(9, device="cuda", generator=own.manual_seed(seed)) for seed in (1, 1, 2)]
-    return [first.equal(dropout(x)), first.equal(second), made[0].equal(made[1]), made[0].equal(made[2])]
 
 
 def races() -> dict[str, list[str]]:
@@ -67,29 +53,6 @@ def _hand_over(left_out: str) -> None:
     on_host.add_(1)
 
 
-def memory() -> dict[str, int]:
-    """The allocator's counters beside the runtime's, of two devices that nothing else used."""
-
-    def used(device: int) -> int:
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-
-    held = [torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{device}") for device in (2, 2, 3)]
-    counters = {
-        "allocated": torch.cuda.memory_allocated(2), "reserved": torch.cuda.memory_reserved(2), "used": used(2), "other": used(3)
-    }  # fmt: skip
-    held.clear()
-    torch.cuda.empty_cache()
-    counters["left"] = used(2) + used(3)
-    try:
-        torch.empty(1 << 40, dtype=torch.uint8, device="cuda:2")
-    except torch.OutOfMemoryError:
-        counters["refused"] = 1
-    return counters
-
-
-_CASES: tuple[Callable[[], Any], ...] = (random_numbers, races, memory)
-
 if __name__ == "__main__":
     compute.install()
-    print(json.dumps({case.__name__: case() for case in _CASES if case.__name__ in sys.argv[1:]}))
+    print(json.dumps(races()))

@@ -1,9 +1,7 @@
 """The engine on a CUDA device, with many hardware queues and with one: losses of one process, no wait of the host in a step."""
 
 import itertools
-import os
 import re
-import signal
 import warnings
 from collections import Counter
 from typing import Any
@@ -22,7 +20,7 @@ from ds_terapipe.pipeline import replicas as gradients
 from ds_terapipe.pipeline.transport import p2p
 from tests.pipeline.models import Block, Embedding, Head, mean_loss, micro_batch
 from tests.pipeline.training import ADAMW, build_engine
-from tests.spawn import Exit, in_background, launched, run_to_exit
+from tests.spawn import in_background, launched, run_to_exit
 
 LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 3, 2
 ORDERS: dict[str, dict[str, Any]] = {
@@ -128,38 +126,6 @@ def test_two_receives_ahead_lock_up_one_queue_and_are_reported(two_ahead_ends: A
         assert re.search(
             r"waited .* s for .* in step .*: (no answer|another rank has ended) .token_pipeline.timeout_s", end.output
         ), end.output
-
-
-class Stops(Block):
-    """A block that stops its process in the middle of the second step, on the last rank."""
-
-    step = calls = 0
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        Stops.calls += self.step == 1  # behind the inspection
-        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1 and Stops.calls == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().forward(hidden)
-
-
-def stopped(rank: int, world_size: int) -> None:
-    """Train; the last rank, which has one block, stops in the second step."""
-    specs = [LayerSpec(Embedding), *[LayerSpec(Stops)] * 6, LayerSpec(Head)]
-    settings = {"timeout_s": 8.0, "slices": 4}
-    engine = build_engine(specs, mean_loss, micro_batches=MICRO_BATCHES, stages=world_size, token_pipeline=settings)
-    for Stops.step in range(3):
-        engine.train_batch(iter([micro_batch(m, length=LENGTH, masked=False) for m in range(MICRO_BATCHES)]))
-
-
-stopped_ends = in_background("stopped", 3, lambda: run_to_exit(stopped, 3, timeout=150.0))
-
-
-def test_a_rank_that_stops_ends_the_others(stopped_ends: list[Exit]) -> None:
-    for end in stopped_ends[:-1]:
-        assert end.code in (1, 70), end.output
-        assert re.search(r"rank \d \(stage \d\) waited .* s for .* of \d\.\d from rank \d in step 1: ", end.output), end.output
-        assert re.search(r"rank 2: process \d+ is stopped|rank 1 \(stage 1\): ", end.output), end.output
-    assert stopped_ends[-1].code == -signal.SIGKILL
 
 
 def waits(rank: int, world_size: int) -> Counter[str]:

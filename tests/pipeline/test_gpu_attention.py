@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
@@ -11,10 +10,9 @@ from ds_terapipe.pipeline.operators import cudnn_attention
 from ds_terapipe.pipeline.operators.attention import slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.document_attention import CudaVarlen
-from ds_terapipe.pipeline.operators.interception import Overrides
-from ds_terapipe.pipeline.slicing import Span, spans
+from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
-from tests.pipeline.test_attention import causal, relative, sliced, tensors, whole
+from tests.pipeline.test_attention import PARTS, causal, relative, sliced, tensors, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [40, 3, 64, 1, 20]
@@ -28,9 +26,13 @@ def check(dtype, mask=None, scale=None, **shape):
     with torch.device("cuda"):
         on_device = None if mask is None else mask.cuda()
         got = sliced(*(t.cuda() for t in values), LENGTHS, mask=on_device, scale=scale)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), got, whole(*values, visible=mask, scale=scale), strict=True):
-        assert a.is_cuda and a.dtype == dtype and torch.isfinite(a).all()
-        assert relative(a.cpu(), b) <= TOLERANCE[dtype], (name, relative(a.cpu(), b))
+    assert all(t.is_cuda and t.dtype == dtype and torch.isfinite(t).all() for t in got)
+    assert_close([t.cpu() for t in got], whole(*values, visible=mask, scale=scale))
+
+
+def assert_close(got, wanted):
+    for name, a, b in zip(PARTS, got, wanted, strict=True):
+        assert relative(a, b) <= TOLERANCE[a.dtype], (name, relative(a, b))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -66,8 +68,7 @@ def test_causal_slices_of_packed_documents(dtype, window, monkeypatch):
             given = (t.cuda() for t in (q, k, v, grad))
             got = sliced(*given, LENGTHS, window=window, is_causal=True, documents=Documents.of(rows))
         got = [got[0].cpu() * (rows > 0)[:, None, :, None], *(t.cpu() for t in got[1:])]
-        for name, a, b in zip(("out", "dq", "dk", "dv"), got, whole(q, k, v, grad, visible=visible), strict=True):
-            assert relative(a, b) <= TOLERANCE[dtype], (name, relative(a, b))
+        assert_close(got, whole(q, k, v, grad, visible=visible))
     assert bool(calls) == (dtype == torch.bfloat16)
 
 
@@ -129,22 +130,3 @@ def test_no_score_matrix_and_no_copy_of_the_cache(dtype, kv_heads):
         _, used = peak(lambda: out.backward(torch.ones_like(out)))
     gradients = 4 * kv_heads * total * d * 4  # dK, dV of the context, and their sums, at most in fp32
     assert used < gradients + scores / 4 + 2.1 * bias
-
-
-def test_the_override_is_reached_with_and_without_autograd():
-    q, k, v = (t.cuda() for t in tensors(total=24, d=32, dtype=torch.float32)[:3])
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    Overrides.acquire()
-    try:
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-            context, parts = SliceContext(), []
-            with mode():
-                for span in (Span(0, 10, 24), Span(10, 24, 24)):
-                    rows = [t[:, :, span.start : span.stop].clone() for t in (q, k, v)]
-                    with context.forward(Unit(0, 0), span):
-                        context.enter_layer(0)
-                        parts.append(F.scaled_dot_product_attention(*rows, is_causal=True))
-            assert relative(torch.cat(parts, 2), expected) < 3e-3
-            assert relative(F.scaled_dot_product_attention(q, k, v, is_causal=True), expected) == 0.0
-    finally:
-        Overrides.release()

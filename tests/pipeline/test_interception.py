@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception, _users, defers, has_hooks, not_deferred_line
@@ -26,6 +25,8 @@ from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from tests.pipeline.attention_layers import DotProductAttention
 from tests.pipeline.test_weight_gradients import assert_same, gradients_of_the_whole, net_of, run_intercepted, run_sliced, take
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 WIDTH, ROWS = 6, 12
 TOKENS = torch.randint(0, ROWS, (2, 8), generator=torch.Generator().manual_seed(3))
 
@@ -33,16 +34,12 @@ TOKENS = torch.randint(0, ROWS, (2, 8), generator=torch.Generator().manual_seed(
 class Model(nn.Module):
     """One of each kind that is changed: tokens [b, s] to [b, s, WIDTH]."""
 
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table, self.linear = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.core_attention = DotProductAttention(1)
-        self.recompute = recompute
 
     def forward(self, tokens: Any) -> Any:
-        return checkpoint(self._forward, tokens, use_reentrant=False) if self.recompute else self._forward(tokens)
-
-    def _forward(self, tokens: Any) -> Any:
         rows = self.linear(self.table(tokens)).transpose(0, 1).unsqueeze(2)
         return self.core_attention(rows, rows, rows, None).transpose(0, 1)
 
@@ -54,19 +51,6 @@ def sliced(model: nn.Module) -> tuple[set[str], dict[str, torch.Tensor]]:
     late = {name for name, p in model.named_parameters() if p.grad is None}
     keeper.make(0)
     return late, take(model)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_everything_that_is_a_module_is_deferred(recompute: bool) -> None:
-    model = Model(recompute).double()
-    want, interception = gradients_of_the_whole(model, TOKENS), Interception([model])
-    late, got = sliced(model)
-    assert late == want.keys()
-    assert_same(got, want)
-    assert_same(gradients_of_the_whole(model, TOKENS), want)  # outside of slices each is what it was
-    assert interception.adapted == [model.core_attention]
-    assert interception.not_deferred(model.named_parameters()) == []
-    interception.close()
 
 
 def state_of(model: nn.Module) -> Any:
@@ -89,6 +73,15 @@ def test_closed_it_leaves_modules_as_they_were(how: str) -> None:
         assert state_of(model) == before
 
 
+def test_of_two_the_last_one_restores_a_module() -> None:
+    model = Model()
+    before, old, new = state_of(model), Interception([model]), Interception([model.linear])
+    old.close()
+    assert "forward" in model.linear.__dict__ and "forward" not in model.table.__dict__
+    new.close()
+    assert state_of(model) == before
+
+
 @pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
 def test_a_copy_computes_with_its_own_weights(kind: str) -> None:
     torch.manual_seed(0)
@@ -104,6 +97,7 @@ def test_a_copy_computes_with_its_own_weights(kind: str) -> None:
     want = gradients_of_the_whole(fresh, TOKENS)
     assert_same(gradients_of_the_whole(made, TOKENS), want)  # the other one is closed
     mine = Interception([made])
+    assert mine.adapted == [made.core_attention]
     late, got = sliced(made)
     assert late == want.keys()
     assert_same(got, want)

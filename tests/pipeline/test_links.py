@@ -1,4 +1,4 @@
-"""Values between stages arrive as they were sent, in one message each; their description is sent once."""
+"""Values between stages arrive as they were sent, in one message each, issued in the proven order; shapes are told once."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,21 +6,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.slicing import TensorCut, spans
 from ds_terapipe.pipeline.transport import boundary
 from ds_terapipe.pipeline.transport import p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
-from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.channels import Channels, channels_of
 from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only
+from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only, order, with_messages
+from ds_terapipe.schedule.hardware_queue import COMPUTE, program_of
+from tests.schedule import strategies
 from tests.spawn import launched
 
 CPU = torch.device("cpu")
+PAIR = (torch.zeros(1, requires_grad=True), torch.zeros(2, requires_grad=True))  # outputs
 
 
 def test_too_many_tensors_are_an_error_that_says_how_many():
@@ -47,6 +51,64 @@ def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
     counter.add_(1)
     with pytest.raises(RuntimeError, match=r"^activations of 0\.1: a layer wrote into them"):
         box.keep(0)
+
+
+class Issued:
+    """Stand-in for ``deepspeed.comm`` and the watchdog that writes down what a place issues, as `program_of` says it."""
+
+    def __init__(self, placement: Placement, place: int) -> None:
+        view, channels = RankView(placement, place, tuple(range(placement.places))), {c: c for c in channels_of(placement)}
+        self.entries: list[tuple[Any, int | None]] = []  # a stream, or the entry that is waited for
+        self.links = Links(view, channels, CPU, self, None)  # type: ignore[arg-type]
+        for known in self.links._known.values():
+            known["any", None] = BoundarySpec.of(PAIR)
+
+    def isend(self, message: Tensor, peer: int, group: Any) -> int:
+        return self.issue(("out", group))
+
+    def irecv(self, message: Tensor, peer: int, group: Any) -> int:
+        return self.issue(("in", group))
+
+    def wait(self, work: int, what: str) -> None:
+        self.issue(COMPUTE, work)
+
+    def issue(self, stream: Any, waits_for: int | None = None) -> int:
+        self.entries.append((stream, waits_for))
+        return len(self.entries) - 1
+
+    def run(self, row: list[Action]) -> None:
+        self.links.begin(row, lambda unit: ("any", None))
+        for op, stage, unit, _ in row:
+            if op.is_receive:
+                (self.links.receive_forward if op is Op.RECV_FORWARD else self.links.receive_backward)(stage, unit)
+            elif op is Op.SEND_FORWARD:
+                self.links.send_forward(stage, unit, PAIR)
+            elif op is Op.SEND_BACKWARD:
+                self.links.send_backward(stage, unit, [each.detach() for each in PAIR])
+            else:
+                self.issue(COMPUTE)
+
+
+@settings(deadline=None)
+@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long, st.booleans())
+def test_a_host_issues_one_message_a_unit_as_is_proven_to_end_on_one_hardware_queue(name, placement, slices, trains):
+    made = order(name, placement, slices) if trains else forward_only(placement, slices)
+    for place, row in enumerate(with_messages(made, placement)):
+        issued, proven = Issued(placement, place), program_of(row)
+        with pytest.MonkeyPatch.context() as patch, torch.set_grad_enabled(trains):
+            patch.setattr(links_module, "dist", issued)
+            issued.run(row)
+        wanted = [(each.stream, each.after[0] if each.stream == COMPUTE and each.after else None) for each in proven]
+        issued.links.finish()
+        end = [each.action for each in proven].index(len(row)) if proven[-1].action == len(row) else len(proven)
+        assert issued.entries[:end] == wanted[:end] and sorted(issued.entries[end:]) == sorted(wanted[end:])
+
+
+def test_few_shapes_are_remembered_the_latest_ones():
+    links = Issued(Placement.plain(2), 0).links
+    links._known[0].update((length, BoundarySpec((), True)) for length in range(99))
+    links.begin([], lambda unit: (0, None))
+    assert list(links._known[0]) == [*range(99 - 64, 99)]
 
 
 def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
@@ -81,32 +143,27 @@ def test_tensors_of_a_message_are_aligned_and_writing_into_one_leaves_the_others
 
 
 class Line:
-    """The links of one rank of a pipeline that is as long as the job; counts announcements and messages."""
+    """The links of one rank of a pipeline that is as long as the job; counts announcements."""
 
     def __init__(self, rank: int, stages: int) -> None:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
         view = RankView(placement, rank, ranks)
         self.watchdog = Watchdog(view, timeout_s=60.0)
         self.links = Links(view, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog, None)
-        self.rank, self.last, self.announced, self.sent = rank, stages - 1, 0, 0
-        announce, isend = Announcements.send, links_module.dist.isend
+        self.rank, self.last, self.announced, announce = rank, stages - 1, 0, Announcements.send
 
         def counted(*args: Any) -> None:
             self.announced += 1
             announce(*args)
 
-        def counted_message(*args: Any, **kwargs: Any) -> Any:
-            self.sent += 1
-            return isend(*args, **kwargs)
+        Announcements.send = counted
 
-        Announcements.send, links_module.dist.isend = counted, counted_message
-
-    def run(self, units: list[Unit], described: Any, tensors: Any = all_kinds, cuts: Any = ()) -> int:
+    def run(self, units: list[Unit], described: Any, tensors: Any = all_kinds) -> int:
         """All units forward and their gradients back in reverse, checked on arrival; how much was announced so far."""
         rank, links = self.rank, self.links
         ahead = [Action(Op.RECV_FORWARD, rank, unit) for unit in units]
         row = ahead + [Action(Op.RECV_BACKWARD, rank, unit) for unit in units[::-1]]
-        links.begin(row, described, {rank - 1: cuts, rank: cuts} if cuts else {})
+        links.begin(row, described)
         for unit in units:
             sent = tensors(unit)
             if rank > 0:
@@ -125,27 +182,11 @@ class Line:
         return self.announced
 
 
-def of_new_lengths(line: Line, cuts: Any) -> tuple[int, int]:
-    """Announcements of 200 steps, each of a new length, and the specs that are remembered."""
-    before = line.announced
-    for length in range(3, 203):
-        slices = spans((length, length + 1))
-
-        def tensors(unit: Unit, slices: Any = slices) -> tuple[Tensor, Tensor]:
-            span = slices[unit.slice]
-            return torch.ones(2, span.length, 3, requires_grad=True), torch.ones(1, 1, span.length, span.stop) > 0
-
-        units = [Unit(0, 0), Unit(0, 1)]
-        line.run(units, lambda unit, slices=slices: ("micro-batch", slices[unit.slice]), tensors, cuts)
-    return line.announced - before, max(map(len, line.links._known.values()))
-
-
 def cross_four_stages(rank: int, world_size: int) -> dict[str, Any]:
     """Announcements of each step, and the error of the first stage, which hands on another shape than it announced."""
     line, found = Line(rank, world_size), {}
     units = [action.unit for action in forward_only(world_size, (3, 2))[0]]
     found["told"] = [line.run(units, lambda unit, new=new: ((new, unit.slice), None)) for new in (False, False, True)]
-    found["sent"] = line.sent
     line.run([Unit(0, 0)], lambda unit: ("single", None), lambda unit: all_kinds(unit)[:4])
     line.links.begin([Action(Op.RECV_FORWARD, 1, Unit(0, 0))] if rank == 1 else [], lambda unit: ("shape", None))
     if rank == 0:
@@ -156,8 +197,6 @@ def cross_four_stages(rank: int, world_size: int) -> dict[str, Any]:
     elif rank == 1:
         assert torch.equal(line.links.receive_forward(rank, Unit(0, 0)), torch.ones(2, 3))
     line.links.finish()
-    found["inspected"] = of_new_lengths(line, (TensorCut(1), TensorCut(2, 3)))
-    found["never cut"] = of_new_lengths(line, ())
     line.watchdog.close()
     return found
 
@@ -165,10 +204,9 @@ def cross_four_stages(rank: int, world_size: int) -> dict[str, Any]:
 crossed = launched(cross_four_stages, 4)
 
 
-def test_every_type_and_shape_crosses_four_stages_in_order_in_one_message_and_shapes_are_told_once(crossed):
+def test_every_type_and_shape_crosses_four_stages_in_order_and_shapes_are_told_once(crossed):
     # one for each shape, none the second time (when receives are posted ahead), then new shapes; the last hands nothing on
     assert [rank["told"] for rank in crossed] == [[3, 3, 6]] * 3 + [[0, 0, 0]]
-    assert [rank["sent"] for rank in crossed] == [3 * 5 * directions for directions in (1, 2, 2, 1)]
 
 
 def test_another_shape_or_more_gradients_than_announced_are_errors_of_the_sender(crossed):
@@ -177,13 +215,6 @@ def test_another_shape_or_more_gradients_than_announced_are_errors_of_the_sender
     constant, trained = (BoundarySpec((TensorSpec((2,), torch.float32, needs),), True) for needs in (False, True))
     with pytest.raises(ConfigError, match=r"^stage 1: got output 0 of micro-batch 2 with requires_grad, and of an earlier one"):
         links_module._needed(1, Unit(2, 0), trained, constant)
-
-
-def test_new_lengths_are_told_once_where_the_sequence_is_known_and_few_are_remembered_where_not(crossed):
-    told = [rank["inspected"] for rank in crossed]
-    assert [announced for announced, _ in told] == [1, 1, 1, 0] and all(known < 20 for _, known in told)
-    told = [rank["never cut"] for rank in crossed]
-    assert [announced for announced, _ in told] == [400, 400, 400, 0] and all(known <= 66 for _, known in told)
 
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

@@ -18,7 +18,6 @@ from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, read
-from ds_terapipe.tracing.summary import summarise
 from tests.elastic.training import PRECISIONS
 from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import allow_fp16, build_engine, train
@@ -121,12 +120,6 @@ def test_the_actions_are_those_of_the_schedule_and_stages_share_a_clock(ranks: l
     assert len(received) == 2 * 2 * 3 * MICRO_BATCHES
     for event in received:  # what a receive ends with began before, on the other stage
         assert found[event.step, str(event.action.counterpart)].start < event.end
-
-
-def test_a_summary_of_it_is_a_whole_step(ranks: list[Any]) -> None:
-    for line in summarise(ranks[0][1]["chosen"]):
-        assert line.steps == 2 and 0 < line.busy < line.schedule and 0 <= line.bubble < 1
-        assert set(line.waiting) == {1 - line.stage}
 
 
 def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(ranks: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of several replicas that are reduced early and where they are: bit for bit what DeepSpeed's copies come out as."""
+"""Gradients of several replicas that are reduced early and where they are, and clipped: bit for bit as by DeepSpeed's copies."""
 
 from typing import Any
 from unittest import mock
@@ -6,6 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from ds_terapipe.clipping import clip_gradients
 from ds_terapipe.pipeline import replicas
 from ds_terapipe.schedule import Action, Op, Unit
 from tests.elastic.training import PRECISIONS
@@ -88,3 +89,11 @@ def test_stages_begin_in_one_order_whichever_ends_first() -> None:
         assert not begun
         gradients.action_ends(row[1])
     assert begun == [3, 1]
+
+
+def test_rows_of_a_sparse_gradient_are_added_before_their_norm() -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    gradients = [parameter.grad.to_dense() for parameter in table.parameters()]
+    norm = clip_gradients(table.parameters(), 0.5, None, torch.device("cpu"))
+    assert norm == gradients[0].norm() and torch.allclose(table.weight.grad.to_dense(), gradients[0] * 0.5 / (norm + 1e-6))

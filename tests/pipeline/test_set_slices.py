@@ -1,5 +1,6 @@
-"""``engine.set_slices``: takes effect with the next step, or is refused on every rank; other ways to change settings are."""
+"""``engine.set_slices``: the next step is cut so, or all ranks refuse; assignments; what observers see of each step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,27 +28,56 @@ ASSIGNED: list[tuple[str, str, Any, str]] = [
 ]
 
 
-class WeightGradients(Observer):
-    """Number of actions that make weight gradients."""
+class Calls(Observer):
+    """Writes down how it is called."""
 
-    made = 0
+    watches = True
+
+    def __init__(self, name: str, calls: list[Any], watches: bool = True) -> None:
+        self.name, self.calls, self.watches = name, calls, watches  # type: ignore[misc]
+
+    def step_begins(self) -> None:
+        self.calls.append((self.name, "step begins"))
+
+    def action_begins(self, index: int, action: Action) -> None:
+        self.calls.append((self.name, index, action))
+
+    def message(self, stage: int, name: str, value: Any) -> None:
+        self.calls.append((self.name, stage, name))
 
     def action_ends(self, action: Action) -> None:
-        self.made += action.op is Op.WEIGHT_GRADIENTS
+        self.calls.append((self.name, "ends", action))
+
+    def step_ends(self) -> None:
+        self.calls.append((self.name, "step ends"))
+
+
+def calls_of(row: Sequence[Action]) -> list[Any]:
+    """The calls of two observers in a step."""
+    names, messages = ("outer", "inner"), {Op.RECV_FORWARD: "received", Op.SEND_FORWARD: "sent"}
+    calls: list[Any] = [(name, "step begins") for name in names]
+    for index, action in enumerate(row):
+        calls += [(name, index, action) for name in names]
+        calls += [(name, action.stage, messages[action.op]) for name in names if action.op in messages]
+        calls += [(name, "ends", action) for name in names[::-1]]
+    return [*calls, *((name, "step ends") for name in names)]
 
 
 def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
-    weights = WeightGradients()
-    engine.observers.append(weights)
+    calls: list[Any] = []
+    engine.observers += [Calls("outer", calls), Calls("off", calls, watches=False), Calls("inner", calls)]
     steps: list[Any] = []
     live: list[int] = []
 
     def step() -> None:
-        number, before = len(steps), weights.made
+        number = len(steps)
+        calls.clear()
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
         live.append(engine.peak_live_units)
-        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights.made - before))
+        row = engine._watchdog._grid[rank]
+        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in row)
+        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights, calls == calls_of(row)))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
     of = {"engine": engine, "block": engine.token_pipeline}
@@ -92,7 +122,7 @@ def test_the_next_step_is_cut_as_set(ranks, kind):
             lengths = lengths_of(TOKENS, cut)
             count = MICRO_BATCHES * len(lengths)
             weights = MICRO_BATCHES if len(lengths) > 1 else 0
-            assert step == ((lengths,) * MICRO_BATCHES, (count, count), order, weights), number
+            assert step == ((lengths,) * MICRO_BATCHES, (count, count), order, weights, True), number
         assert found["live"][2:4] == [len(UNEVEN) * MICRO_BATCHES, 3 * MICRO_BATCHES], "as TeraPipe holds them"
         assert found["evaluated"] == (((8, 8, 8),) * MICRO_BATCHES, (3 * MICRO_BATCHES, 0))
 

@@ -317,8 +317,11 @@ def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
 class Streamed:
     """A message that a stream waits for."""
 
+    waits = 0
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         assert timeout is None, "a wait with a time limit blocks the host on a device"
+        self.waits += 1
         return True
 
 
@@ -350,16 +353,18 @@ def streamed(store, points, monkeypatch):
 def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, clock, caplog):
     store.say(KEY.format(1), note="waits 2.0 s for activations of 0.0 from rank 0")
     streamed.begin(4, GRID, VIEW)
+    message = Streamed()
     for index in range(8):  # the host is through long before the stream
         streamed.action_begins(index, ACTION)
-        streamed.wait(Streamed(), f"gradients of 0.{index} from rank 1")
+        streamed.wait(message, f"gradients of 0.{index} from rank 1")
+    assert message.waits == 8
 
     def course() -> Iterator[None]:
         for point in points[:6]:
             yield from (None, None)  # in all longer than the limit
             point.reached = True
         assert not caplog.messages
-        yield from itertools.repeat(None)
+        yield from itertools.repeat(None, 99)
 
     with pytest.raises(Exited, match="70"):
         clock.watch(course())

@@ -82,13 +82,6 @@ def weight_normed():
     return net
 
 
-def partly_frozen(name):
-    net = linears()
-    for layer in (net[0], net[2]):
-        getattr(layer, name).requires_grad_(False)
-    return net
-
-
 # name: a model, and its matrices whose gradients are made slice by slice
 NORMED = "0.parametrizations.weight.original"
 LAYERS = {
@@ -99,8 +92,7 @@ LAYERS = {
     "embedding with a largest norm": (lambda: table(max_norm=0.5), ["table.weight"]),
     "sparse embedding": (lambda: table(sparse=True), ["table.weight"]), "tied": (lambda: tied(deferred_linear), []),
     "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]), "tied three times": (tied_linears, []),
-    "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]), "trained bias": (lambda: partly_frozen("weight"), []),
-    "trained weight": (lambda: partly_frozen("bias"), []),
+    "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]),
     # that takes a gradient of one row for its own
     "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),
                           linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES))), []),

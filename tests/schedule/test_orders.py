@@ -6,7 +6,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,18 +140,6 @@ def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_bat
     for row in grid:  # and last in first out over slices
         backward = [action.unit for action in row if action.op is Op.BACKWARD]
         assert backward == sorted(backward, key=lambda unit: (unit.micro_batch, -unit.slice))
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (4, 2), (8, 8)])
-def test_one_slice_is_deepspeeds_1f1b(stages, micro_batches):
-    for stage, row in enumerate(order("1f1b", stages, [1] * micro_batches)):
-        # A buffer serves one micro-batch at a time, and both directions are first in first out, so counting tells the unit.
-        train = TrainSchedule(micro_batches=micro_batches, stages=stages, stage_id=stage)
-        seen, theirs = {ForwardPass: itertools.count(), BackwardPass: itertools.count()}, []
-        for command in (type(command) for step in train.steps() for command in step):
-            if command in seen:
-                theirs.append(f"{stage}{'F' if command is ForwardPass else 'B'}{next(seen[command])}.0")
-        assert list(map(str, row)) == theirs
 
 
 def test_training_needs_a_stage_that_goes_backward():

@@ -30,7 +30,7 @@ KNOWN = (
     Known("a weight gradient counted twice", "pipeline.operators.weight_gradients", "None, *ctx.kept.take(ctx.first_slice)",
           "None, *(2 * gradient for gradient in ctx.kept.take(ctx.first_slice))", "tests/pipeline/test_weight_gradients.py"),
     Known("a tied gradient not reduced", "pipeline.training", "        engine._exec_reduce_tied_grads()\n", "        pass\n",
-          "tests/pipeline/test_engine_layers.py -k checkpointed"),
+          "tests/pipeline/test_engine_data.py -k lengths_and_batches"),
     Known("a tied gradient not reduced in a sum of another type", "pipeline.gradients", '"grad_accum" if getattr',
           '"grad" if getattr', "tests/pipeline/test_recording.py -k last_action"),
     Known("a tied gradient is reduced before the first stage has added to it", "pipeline.replicas",
