@@ -32,7 +32,7 @@ KNOWN = (
           "self.consumed = micro_batch, replicas, replica, max(consumed - 1, 0)\n",
           "tests/elastic/test_sampler.py -k sequence_of_shapes"),
     Known("what was set on a parameter stays behind", "elastic.moves.transfer",
-          "{key: value for key, value in vars(parameter).items() if is_plain(value)}", "{}", f"{_MOVES} -k holding"),
+          "{key: value for key, value in vars(parameter).items() if is_plain(value)}", "{}", f"{_LIVE} -k live_layers"),
     Known("random streams count a replica's own micro-batches", "pipeline.operators.random_streams",
           "        self._step, self._first = step, first_micro_batch\n",
           "        self._step, self._first = step, 0\n", "tests/pipeline/test_random_streams.py -k replicas"),
