@@ -1,6 +1,6 @@
 """Trainings in phases, in DeepSpeed's engines, ours and by hand, and what was seen of them at every step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,18 +57,28 @@ ROWS = list(zip(LRS, STEPS, MICRO, strict=True))
 SKIPPING = [*ROWS[:2], *ROWS[1:]]  # a step that was skipped is tried again with the same LR, in the same phase
 
 
-def reference(orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS) -> Trace:
-    """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches."""
+def reference(
+    orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS, momentum: float = 0.0,
+    frozen: Callable[[int], tuple[str, ...]] = lambda number: (),
+) -> Trace:  # fmt: skip
+    """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches.
+
+    ``frozen`` returns the beginnings of the names of what a step does not train.
+    """
     model, replicas, steps = Plain(gpt(2)), [endless(order) for order in orders], []
     for _, phase, micro in rows:
         count = phase["batch_size"] * scale // (micro * len(orders))
         pieces = [[next(replica) for _ in range(micro)] for replica in replicas for _ in range(count)]
         steps.append([stacked(piece, phase["seq_length"]) for piece in pieces])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return train_module(
-        model, optimizer, steps, lambda inputs, targets, step: mean_loss(model(inputs), targets) / len(step),
-        before_step=lambda number: optimizer.param_groups[0].update(lr=rows[number][0]),
-    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+
+    def begin(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = rows[number][0]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen(number) or "none"))
+
+    loss = lambda inputs, targets, step: mean_loss(model(inputs), targets) / len(step)  # noqa: E731
+    return train_module(model, optimizer, steps, loss, before_step=begin)
 
 
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
