@@ -24,7 +24,7 @@ KNOWN = (
     Known("a stale copy is trained", "elastic.moves.groups",
           '        group["params"] = [parameter for _, parameter in members]\n',
           '        group["params"] = [nn.Parameter(p.detach().clone()) if name in states else p for name, p in members]\n',
-          f"{_MOVES} -k optimizer_gets"),
+          f"{_LIVE} -k live_layers"),
     Known("a sample is handed over twice", "elastic.redistribute", "first % part, first % part + stop - first",
           "0, stop - first", f"{_MOVES} -k replica"),
     Known("a sample is trained twice at a change of the shape", "elastic.sampler",
