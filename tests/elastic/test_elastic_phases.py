@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from ds_terapipe.elastic.sampler import SampleOrder
+from tests.elastic.samples import Texts
 from tests.elastic.training import are_the_same, objects_of, prefixes, weights
-from tests.optim.phase_runs import LRS, PHASES, SAMPLES, STEPS, Texts, keys_of, reference
+from tests.optim.phase_runs import LRS, PHASES, SAMPLES, STEPS, keys_of, reference
 from tests.pipeline.models import gpt, mean_loss
 from tests.pipeline.training import build_engine, difference
 from tests.spawn import launched
@@ -42,7 +43,7 @@ def trained(engine: Any, steps: int) -> dict[str, Any]:
 
 def runs(folder: str) -> dict[str, Any]:
     """In one go with a checkpoint on the way, and from the checkpoint."""
-    engine = engine_of(Texts())
+    engine = engine_of(Texts(SAMPLES))
     objects = objects_of(engine)
     first = trained(engine, SAVED)
     engine.save_checkpoint(folder)
@@ -50,7 +51,7 @@ def runs(folder: str) -> dict[str, Any]:
     joined = {key: first[key] + rest[key] for key in ("losses", "steps")}
     found: dict[str, Any] = {"whole": {**rest, **joined}, "same": are_the_same(objects, objects_of(engine))}
     engine.destroy()
-    engine = engine_of(Texts())
+    engine = engine_of(Texts(SAMPLES))
     engine.load_checkpoint(folder)
     found["resumed"] = trained(engine, len(STEPS) - SAVED)
     engine.destroy()
@@ -59,7 +60,7 @@ def runs(folder: str) -> dict[str, Any]:
 
 def epochs() -> list[bool]:
     """Whether layers are frozen in each step, by a policy that decides at the end of an epoch."""
-    engine, frozen = engine_of(Texts(), {"freeze": {"policy": "alpha", "interval": "epoch"}}), []
+    engine, frozen = engine_of(Texts(SAMPLES), {"freeze": {"policy": "alpha", "interval": "epoch"}}), []
     for _ in STEPS:
         engine.train_batch()
         frozen.append(engine.frozen_layers > 0)
