@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
+from ds_terapipe.plan.costs.hardware import CLUSTERS
 from ds_terapipe.plan.stages import LayerSeconds
 from tests.test_cli_plan import MODEL, fails, figures, written
 
@@ -55,6 +56,22 @@ def test_measured_layers_by_hand(capsys, measured):
     sliced = written(measured[-1].with_name("sliced.json"), {**SIZES, "token_pipeline": {"slices": 4}})
     (table,) = figures(capsys, *measured, "--ds-config", sliced, "--frozen", 2)["frozen"]
     assert table["launched"]["predicted_step_s"] == pytest.approx((15 + 15 * 9) / 4 + 0.5)
+
+
+def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys):
+    """Predictions agree with the simulator where messages are free: times of layers, gradients, optimiser."""
+    names = ("peak_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s")
+    rates = {"latency_s": 1e-15, "message_bytes_per_s": 1e30}
+    sizes = {name: getattr(CLUSTERS["p3.16xlarge"], name) for name in names}
+    cluster = written(tmp_path / "cluster.json", {**sizes, "devices_per_node": 2, "rates": rates})
+    model = written(tmp_path / "layers.json", {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8})
+    shape = ["--model", model, "--cluster", cluster, "--stages", 2, "--data-parallel", 4, "--seq-length", 256]
+    simulated = figures(capsys, "simulate", *shape, "--micro-batches", 4, "--slices", 1, "--schedule", "1f1b")
+    config = written(tmp_path / "ds_config.json", SIZES)
+    (table,) = figures(capsys, "plan", *shape, "--ds-config", config, "--frozen", 2)["frozen"]
+    assert shape_of(table["launched"]) == [2, 4, 1, 4, [4, 4]]
+    assert table["launched"]["predicted_step_s"] == pytest.approx(simulated["predicted_step_s"], rel=1e-9)
+    assert [(row["stages"], row["replicas"]) for row in table["shapes"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
 def test_bytes_of_the_models_entries(capsys, model, tmp_path):
