@@ -3,7 +3,6 @@
 :func:`train` is the user's script; :func:`run_whole` runs it undisturbed, :func:`run_killed` kills a rank of it, again and again.
 """
 
-import itertools
 import json
 import os
 import random
@@ -91,7 +90,6 @@ def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Ai
                 if rank == 0:
                     shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
     torch.save(weights(engine), where / f"{name}.{rank}.weights")
-    note(progress, STEPS + 1)
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
 
@@ -111,7 +109,7 @@ class Undisturbed(NamedTuple):
     folder: Path
     losses: dict[int, str]  # of every step, in hexadecimal
     weights: list[dict[str, torch.Tensor]]  # at the end, of every rank
-    seconds: list[float]  # from the engine to the first step's end, then each step with its save, at last the end
+    step_s: float  # mean seconds of a step, with its save
     operations: list[dict[int, list[str]]]  # of every rank and every step with a save, by name
     cached: bool = False  # as in `train`
 
@@ -125,8 +123,7 @@ def run_whole(folder: Path, cached: bool = False) -> Undisturbed:
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
     found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
-    seconds = [after - before for before, after in itertools.pairwise(times)]
-    return Undisturbed(folder, losses, weights_of(folder, "whole"), seconds, found, cached)
+    return Undisturbed(folder, losses, weights_of(folder, "whole"), (times[-1] - times[0]) / STEPS, found, cached)
 
 
 def losses_of(folder: Path) -> dict[int, set[str]]:
@@ -147,7 +144,7 @@ def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
 class Kill(NamedTuple):
     """One kill of rank ``victim``.
 
-    ``share``: of the time that is left of the run, or of the file operations, at which it happens. The run begins when there is
+    ``share``: of the steps that are left of the run, or of the file operations, at which it happens. The run begins when there is
     an engine: before that PyTorch makes groups, waits without end for a rank that is dead, and leaves it to the launcher.
     """
 
@@ -196,8 +193,8 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     resumed = step_of(folder / "checkpoints")
     if kill.operation in (None, "step") or not (places := saves_after(whole, resumed, kill)):
-        in_step = resumed + int(kill.share * (STEPS - resumed)), 0.0
-        after, delay = in_step if kill.operation == "step" else moment(whole, resumed, kill.share)
+        steps = kill.share * (STEPS - resumed)
+        after, delay = resumed + int(steps), 0.0 if kill.operation == "step" else steps % 1 * whole.step_s
         aim = Aim(after, None, delay=delay)
         where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
     else:
@@ -217,17 +214,6 @@ def saves_after(whole: Undisturbed, resumed: int, kill: Kill) -> list[Aim]:
         for number, name in enumerate(names)
         if step > resumed and kill.operation in ("any", name)
     ]
-
-
-def moment(whole: Undisturbed, resumed: int, share: float) -> tuple[int, float]:
-    """After which step, and how many seconds after it, so much of the rest of an undisturbed run is over."""
-    left = [whole.seconds[0], *whole.seconds[resumed + 1 :]]
-    at = share * sum(left)
-    for number, seconds in enumerate(left):
-        if at < seconds:
-            return resumed + number, at
-        at -= seconds
-    return resumed + len(left) - 1, left[-1]
 
 
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"

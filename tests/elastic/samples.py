@@ -14,12 +14,17 @@ LENGTH = 16
 
 
 class Texts:
-    """Samples ((tokens, positions), targets), each [16]; ``asked`` and ``drawn``: indices as they were read, a draw of each."""
+    """Samples ((tokens, positions), targets), each [length], as last set.
+
+    ``asked``, ``lengths`` and ``drawn``: indices as they were read, with the length then, and a draw for each.
+    """
 
     def __init__(self, samples: int, seed: int = 7) -> None:
         random = torch.Generator().manual_seed(seed)
         self._texts = torch.randint(0, VOCABULARY, (samples, LENGTH + 1), generator=random)
+        self.length = LENGTH
         self.asked: list[int] = []
+        self.lengths: list[int] = []
         self.drawn: list[float] = []
 
     def __len__(self) -> int:
@@ -27,13 +32,18 @@ class Texts:
 
     def __getitem__(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         self.asked.append(int(index))
+        self.lengths.append(self.length)
         self.drawn.append(float(torch.rand(())))  # of a mask, say
         return self.sample(int(index))
 
     def sample(self, index: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The sample of an index, which is not noted."""
-        text = self._texts[index]
-        return (text[:-1], torch.arange(LENGTH)), text[1:]
+        text = self._texts[index][: self.length + 1]
+        return (text[:-1], torch.arange(self.length)), text[1:]
+
+    def set_seq_length(self, length: int) -> None:
+        """Have samples of this length, at most 16."""
+        self.length = length
 
     def take(self) -> list[int]:
         """Indices that were asked for since the last call."""
@@ -42,7 +52,7 @@ class Texts:
 
 
 def micro_batch_of(data: Texts, indices: list[int]) -> Any:
-    """Samples as a micro-batch: ((tokens, positions), targets), each [b, 16]."""
+    """Samples as a micro-batch: ((tokens, positions), targets), each [b, length]."""
     rows = [data.sample(index) for index in indices]
     tokens, positions = (torch.stack([inputs[n] for inputs, _ in rows]) for n in (0, 1))
     return (tokens, positions), torch.stack([targets for _, targets in rows])

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_terapipe
 from ds_terapipe.elastic.saved import restore
 from ds_terapipe.elastic.saved.universal import CARRIED, Universal
 from ds_terapipe.errors import ConfigError
 from tests.elastic.samples import Texts
 from tests.elastic.test_elastic_wrapped import kept
 from tests.elastic.training import PRECISIONS, Case, data_of, engine_of
-from tests.megatron.common import MICRO_BATCH, Model, batches, build, whole_tensors
+from tests.megatron.common import Model, batches, build, whole_tensors
+from tests.pipeline.training import build_engine
 from tests.spawn import in_background, run_ranks, values_of
 
 SAMPLES, SAVED, STEPS = 20, 3, 6
@@ -167,13 +167,9 @@ def tensor_run(rank: int, world_size: int, folder: str, saves: bool) -> dict[str
     found, each = {}, 2 if saves else 1
     for precision in TENSOR:
         module, data = build(TENSOR[precision], tensor=each, stages=each), batches(seed=3)
-        config = {
-            "train_batch_size": 2 * MICRO_BATCH, "train_micro_batch_size_per_gpu": MICRO_BATCH,
-            "zero_allow_untested_optimizer": True,
-            "optimizer": {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}},
-            "elastic_pipeline": Case("", "", each, ((1, 1), (2, 3)), ()).elastic(), **PRECISIONS[precision], **UNIVERSAL,
-        }  # fmt: skip
-        engine = ds_terapipe.initialize(model=module, config=config, model_parameters=list(module.parameters()))[0]
+        config = {"elastic_pipeline": Case("", "", each, ((1, 1), (2, 3)), ()).elastic(), **PRECISIONS[precision], **UNIVERSAL}
+        optimizer = {"type": "AdamW", "params": {"lr": 4e-3, "eps": 1e-4, "torch_adam": True}}
+        engine = build_engine((), None, made=module, token_pipeline=None, config=config, optimizer=optimizer, clip=1.0)
         steps = [[next(data), next(data)] for _ in range(STEPS)]
         if saves:
             for step in steps[:SAVED]:

@@ -18,7 +18,7 @@ from ds_terapipe import ConfigError
 from ds_terapipe.tracing.chrome import read
 from tests.elastic.test_elastic_moves import Lora
 from tests.elastic.training import MODELS, Case, data_of, engine_of, reference, weights
-from tests.pipeline.models import SEED, Block, Embedding, Head, gpt, masked_loss
+from tests.pipeline.models import HIDDEN, POSITIONS, SEED, VOCABULARY, Block, Embedding, Head, gpt, masked_loss
 from tests.pipeline.training import difference
 from tests.spawn import launched
 
@@ -181,7 +181,7 @@ def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         "carried": run(rich(), kind=Prepared),
         "modules": run(built(gpt())),
         "refused": refused_midway(rank, folder),
-        "told": sorted(path.stem for path in Path(folder).rglob("Elastic_*.csv")),
+        "told": {path.stem: path.read_text().split() for path in Path(folder).rglob("Elastic_*.csv")},
     }
     with pytest.raises(ConfigError) as refused:
         engine_of(CASE, kind=Hooked)
@@ -225,5 +225,12 @@ def test_a_transition_is_one_line_and_events_for_the_monitor(ranks: Any) -> None
     assert len(lines) == 3 and all(text in line for text, line in zip(wanted, lines, strict=True)), lines
     assert sum("a rank has up to" in line for line in ranks[0]["refused"]["lines"]) == 1
     assert ranks[1]["refused"]["lines"] == [] and ranks[0]["refused"]["changes"] == [2, 3, 4], "counted from 1"
-    named = ("frozen_layers", "freed_bytes", "replicas", "stages", "transition_seconds")
-    assert ranks[0]["told"] == [f"Elastic_{name}" for name in sorted(named)]
+    told, block = ranks[0]["told"], sum(p.numel() for p in Block().parameters())
+    seconds, freed = (told.pop(f"Elastic_{name}") for name in ("transition_seconds", "freed_bytes"))
+    assert told == {
+        f"Elastic_{name}": [f"step,{name}", *(f"{8 * step},{value}" for step, value in enumerate(values, start=1))]
+        for name, values in (("frozen_layers", (1, 2, 2)), ("stages", (1, 1, 2)), ("replicas", (2, 2, 1)))
+    }
+    # two moments of four bytes: of the tables, on the first stage; of a block, on both replicas
+    tables = (VOCABULARY + POSITIONS) * HIDDEN
+    assert len(seconds) == 4 and freed[1:3] == [f"8,{8 * tables}", f"16,{2 * 8 * block}"]

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_terapipe import ConfigError, FusedLamb
+from ds_terapipe import ConfigError
 from ds_terapipe.elastic import redistribute
 from ds_terapipe.elastic.moves import reshape
-from ds_terapipe.elastic.moves.groups import refill, release
+from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.transfer import check_structure, sent_of, stage_state
 from ds_terapipe.elastic.redistribute import parcels
 from ds_terapipe.elastic.saved.universal import joined, kind_of, part_of
@@ -133,14 +133,6 @@ def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def ids(*groups: list[Any]) -> list[list[int]]:
-    return [[id(parameter) for parameter in group] for group in groups]
-
-
 @pytest.mark.parametrize(("kept", "other"), [(False, [(1.0, 0.0)]), (False, [(1.0, 0.0), (1.0, 0.1)]), (True, [(1.0, 0.0)])])
 def test_a_scheduler_for_other_groups_or_their_order_is_refused_on_every_rank(kept: bool, other: Any) -> None:
     optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups(*other)]
@@ -174,56 +166,8 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
     assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1
 
 
-KINDS = {"adamw": (lambda g: torch.optim.AdamW(g, lr=0.1), 2), "lamb": (lambda g: FusedLamb(g, lr=0.1), 2)}
-
-
-def stepped(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Two linear layers of 6 + 3 numbers each, weights and biases in groups of their own, after a step."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3))
-    weights, biases = ([getattr(layer, name) for layer in model] for name in ("weight", "bias"))
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
-    optimizer = KINDS[kind][0](groups)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return model, optimizer
-
-
-def numbers(optimizer: torch.optim.Optimizer, *parameters: torch.Tensor) -> int:
-    return sum(v.nbytes for p in parameters for v in optimizer.state[p].values() if isinstance(v, torch.Tensor))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_frozen_leaves_the_optimizer_and_gives_its_moments_back(kind: str) -> None:
-    model, optimizer = stepped(kind)
-    groups, given_up = list(optimizer.param_groups), numbers(optimizer, *model[0].parameters())
-    assert given_up >= 9 * 4 * KINDS[kind][1]
-    model[0].requires_grad_(False)
-    assert release(optimizer) == given_up and release(optimizer) == 0
-    assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
-    assert members(optimizer) == ids([model[1].weight], [model[1].bias])
-    assert set(optimizer.state) == set(model[1].parameters())
-    before, frozen = model[1].weight.clone(), model[0].weight.clone()
-    optimizer.step()  # goes on with the rest, frozen or not there
-    assert not torch.equal(model[1].weight, before) and torch.equal(model[0].weight, frozen)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_gets_other_parameters_with_their_state_and_settings(kind: str) -> None:
-    model, optimizer = stepped(kind)
-    state, groups, kept = optimizer.state, list(optimizer.param_groups), dict(optimizer.state[model[1].weight])
-    gone = numbers(optimizer, *model[0].parameters(), model[1].bias)
-    new = nn.Sequential(nn.Linear(4, 5), model[1])
-    came = {name: torch.full((5, 4), 2.0) for name in kept if kept[name] is not None and name != "step"}
-    came |= {"step": kept["step"]} if "step" in kept else {}
-    settings = [{"lr": 0.7, "weight_decay": 0.3}, {"lr": 0.8}]
-    assert refill(optimizer, new, {"0.weight": 1, "1.weight": 0}, {"0.weight": came}, settings) == gone
-    assert optimizer.state is state and all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
-    assert members(optimizer) == ids([new[1].weight], [new[0].weight])
-    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.7, 0.3), (0.8, 0.0)]
-    assert dict(state) == {new[1].weight: kept, new[0].weight: came}
-    for parameter in (new[0].weight, new[1].weight):
-        parameter.grad = torch.ones_like(parameter)
-    before = new[0].weight.clone()
-    optimizer.step()
-    assert not torch.equal(new[0].weight, before)
+def test_groups_get_the_settings_of_the_ranks_that_fill_them() -> None:
+    optimizer, module = with_groups((1.0, 0.1), (1.0, 0.0)), nn.Linear(2, 2)
+    refill(optimizer, module, {"weight": 1, "bias": 0}, {}, [{"lr": 0.7, "weight_decay": 0.3}, {"lr": 0.8}])
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.7, 0.3), (0.8, 0.0)]
+    assert [id(group["params"][0]) for group in optimizer.param_groups] == [id(module.bias), id(module.weight)]

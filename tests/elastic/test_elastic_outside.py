@@ -18,7 +18,7 @@ from ds_terapipe.job import error_of
 from tests.elastic.training import MODELS, Case, data_of, engine_of, grouped_adamw, reference
 from tests.pipeline.models import VOCABULARY, Plain, gpt, mean_loss
 from tests.pipeline.test_shared_weights import SHARED, sharing
-from tests.pipeline.training import difference
+from tests.pipeline.training import Trace, difference, train_module
 from tests.spawn import launched
 
 LOSS = Case("texts", "adamw", 2, (), ((1, 1), (4, 2)), steps=6)
@@ -77,24 +77,23 @@ def with_loss(case: Case, rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+def alone(case: Case) -> Trace:
     """One process. A replica's loss goes on from that of the last stage and counts its own calls, as in data parallel runs."""
-    model, loss, losses = Plain(gpt()), Scaled(), []
-    optimizer, of_replicas = grouped_adamw([*loss.parameters(), *model.parameters()]), [loss]
-    for number, step in enumerate(data_of(case)):
-        replicas = 2 // case.stages_at(number)
-        if replicas != len(of_replicas):
-            of_replicas = [loss, *(copy.deepcopy(loss) for _ in range(replicas - 1))]
+    model = nn.ModuleDict({"layers": Plain(gpt()), "loss": Scaled()})
+    of_replicas: list[Any] = [model["loss"]]
+
+    def begin(number: int) -> None:
+        if len(of_replicas) != (replicas := 2 // case.stages_at(number)):
+            of_replicas[1:] = [copy.deepcopy(model["loss"]) for _ in range(replicas - 1)]
             for other in of_replicas[1:]:
-                other.scale, other.bias = loss.scale, loss.bias
-        optimizer.zero_grad()
-        share = len(step) // replicas
-        parts = [of_replicas[n // share](model(x), y) / len(step) for n, (x, y) in enumerate(step)]
-        sum(parts).backward()
-        nn.utils.clip_grad_norm_([*loss.parameters(), *model.parameters()], case.clip)
-        optimizer.step()
-        losses.append(sum(parts).item())
-    return losses, {name: p.detach() for name, p in loss.named_parameters()}
+                other.scale, other.bias = model["loss"].scale, model["loss"].bias
+
+    def part_of_loss(inputs: Any, targets: Tensor, step: Any) -> Tensor:
+        number = next(n for n, micro_batch in enumerate(step) if micro_batch[1] is targets)
+        return of_replicas[number * len(of_replicas) // len(step)](model["layers"](inputs), targets) / len(step)
+
+    optimizer = grouped_adamw([*model["loss"].parameters(), *model["layers"].parameters()])
+    return train_module(model, optimizer, data_of(case), part_of_loss, case.clip, begin)
 
 
 def shared() -> dict[str, Any]:
@@ -129,12 +128,12 @@ ranks = launched(worker, 2, timeout=250, folder=True)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(ranks: Any, name: str) -> None:
     (case, limit), found = LOSSES[name], [rank[name] for rank in ranks]
-    losses, weights = alone(case)
+    trace = alone(case)
     for each in found:
-        assert each["trains"] and each["run"] == pytest.approx(losses, rel=limit)
-        assert each["resumed"] == pytest.approx(losses, rel=limit)
-    assert found[0]["loss"] == {} and set(found[1]["loss"]) == set(weights)
-    assert all(difference(weight, weights[key]) <= 10 * limit for key, weight in found[1]["loss"].items())
+        assert each["trains"] and each["run"] == pytest.approx(trace.losses, rel=limit)
+        assert each["resumed"] == pytest.approx(trace.losses, rel=limit)
+    assert found[0]["loss"] == {} and found[1]["loss"].keys() == {"scale", "bias"}
+    assert all(difference(weight, trace.weights[f"loss.{key}"]) <= 10 * limit for key, weight in found[1]["loss"].items())
 
 
 def test_a_reshape_to_stages_that_would_train_copies_of_a_weight_is_refused(ranks: Any) -> None:

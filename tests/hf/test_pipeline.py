@@ -31,23 +31,6 @@ def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
     return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
 
 
-ONES = [1, 8, 1, 13, 1]
-# family, kind of batches, slices, schedule; test_slices.py has the others, layer by layer
-CASES: list[tuple[str, str, Any, str]] = [
-    ("llama, tied, dynamic", "plain", 4, "terapipe"), ("gemma2", "packed", ONES, "1f1b"), ("gpt2", "shifted", 4, "1f1b"),
-]  # fmt: skip
-
-
-def every_family() -> list[float]:
-    """The largest difference from one process, of each case."""
-    found = []
-    for family, kind, slices, schedule in CASES:
-        model, batches = model_of(family), batches_of(kind, kind)
-        got = train_in_pipeline(model, batches, {"slices": slices, "schedule": schedule})
-        found.append(compared(got, train_alone(copy.deepcopy(model), batches), model.config))
-    return found
-
-
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Loss of whole sequences, as a user writes it."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -196,16 +179,11 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
-    rest = padded(), without_an_optimizer(rank), every_family(), elastic, short()
+    rest = padded(), without_an_optimizer(rank), elastic, short()
     return without_the_key(), means_over_a_step(), *rest
 
 
 ranks = launched(work, 2, timeout=240, folder=True)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: "-".join(map(str, CASES[number])))
-def test_families_train_as_in_one_process(ranks: list[Any], number: int) -> None:
-    assert [found[4][number] <= TOLERANCE for found in ranks] == [True, True], [found[4] for found in ranks]
 
 
 def test_the_same_script_without_the_key_has_the_same_losses_and_the_mean_is_that_of_a_steps_labels(ranks: list[Any]) -> None:

@@ -65,24 +65,6 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
         number += 1
 
 
-def deepspeed_config(model: Model, replicas: int = 1, **extra: Any) -> dict[str, Any]:
-    """DeepSpeed's configuration, without clipping (its own counts the first stage only)."""
-    return {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH, "gradient_accumulation_steps": MICRO_BATCHES // replicas,
-        "gradient_clipping": 0.0, "steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "pipeline": {"use_reentrant": False}, **({"bf16": {"enabled": True}} if model.dtype == torch.bfloat16 else {}), **extra,
-    }  # fmt: skip
-
-
-def allow_fp64() -> None:
-    """DeepSpeed's CPU accelerator runs fp64 and says that it does not."""
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    dtypes = [*accelerator.supported_dtypes(), torch.float64]
-    accelerator.supported_dtypes = lambda: dtypes
-
-
 def whole_tensors(
     pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
 """BERT and ViT pipelines compute what megatron-core's BertModel and a plain ViT do, and train alike in every engine."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from torch.nn import functional as F
 
 pytest.importorskip("megatron.core")
 
-import ds_terapipe
 from ds_terapipe.errors import ConfigError
-from tests.megatron.common import allow_fp64, exact_loss, relative, whole_tensors
+from tests.megatron.common import exact_loss, relative, whole_tensors
+from tests.pipeline.training import build_engine, mine, train_module
 from tests.spawn import launched
 
 VOCAB, SEQ, HIDDEN, HEADS, LAYERS = 32, 12, 16, 2, 4
@@ -286,37 +287,27 @@ def train_alone(training: Training) -> Result:
 
     They require them all the same: megatron-core's linear layers with a frozen weight make no gradient of the bias either.
     """
-    pipeline = build(training.model)
-    named, losses, gradients = dict(pipeline.named_parameters()), list[float](), dict[str, np.ndarray]()
-    optimizer = optimizer_of(named.values())
-    for number, step in enumerate(data_of(training)):
-        optimizer.zero_grad(set_to_none=True)
-        loss = torch.stack([loss_of(pipeline, *micro_batch) / MICRO_BATCHES for micro_batch in step]).sum()
-        loss.backward()
-        losses.append(loss.item())
-        gradients = gradients or {n: p.grad.double().numpy().copy() for n, p in named.items()}
-        for name, parameter in named.items():
-            if name.startswith(training.frozen(number)):
-                parameter.grad = None
-        optimizer.step()
-    return Result(losses, gradients, {name: p.detach().double().numpy() for name, p in named.items()})
+    pipeline, steps, number = build(training.model), data_of(training), itertools.count()
+    optimizer = optimizer_of(pipeline.parameters())
+
+    def freeze(*args: Any) -> None:
+        frozen = training.frozen(next(number))
+        for parameter in (p for name, p in pipeline.named_parameters() if name.startswith(frozen or "none")):
+            parameter.grad = None
+
+    optimizer.register_step_pre_hook(freeze)
+    trace = train_module(pipeline, optimizer, steps, lambda x, y, step: loss_of(pipeline, x, y) / len(step))
+    found = ({name: tensor.double().numpy() for name, tensor in each.items()} for each in (trace.gradients[0], trace.weights))
+    return Result(trace.losses, *found)
 
 
 def engine_of(training: Training, **settings: Any) -> Any:
     """``settings`` are further keys of its configuration."""
-    allow_fp64()
-    stages = min(2, dist.get_world_size()) // training.tensor
-    pipeline = build(training.model, tensor=training.tensor, stages=stages)
-    config = {
-        "train_batch_size": MICRO_BATCH * MICRO_BATCHES, "train_micro_batch_size_per_gpu": MICRO_BATCH,
-        "gradient_clipping": 0.0, "steps_per_print": 10**9, "pipeline": {"use_reentrant": False},
-        **KEYS[training.engine], **settings,
-    }  # fmt: skip
-    engine, *_ = ds_terapipe.initialize(
-        model=pipeline, model_parameters=list(pipeline.parameters()), optimizer=optimizer_of, config=config
-    )
+    stages, dtype = min(2, dist.get_world_size()) // training.tensor, training.model.dtype
+    keys = {"pipeline": {"use_reentrant": False}, **KEYS[training.engine], **settings}
+    blocks, pipeline = keys.pop("token_pipeline", None), build(training.model, tensor=training.tensor, stages=stages)
+    engine = build_engine((), None, made=pipeline, token_pipeline=blocks, optimizer=optimizer_of, config=keys, dtype=dtype)
     assert type(engine).__name__ == training.engine
-    engine.communication_data_type = training.model.dtype
     return engine
 
 
@@ -331,10 +322,8 @@ def train(training: Training) -> Result:
 
     engine.basic_optimizer.register_step_pre_hook(keep)
     # of the shape at the start: what a step has is shared out again where the shape changes
-    replica, share = engine.grid.get_data_parallel_rank(), MICRO_BATCHES // engine.dp_world_size
-    for step in data_of(training):
-        mean = engine.train_batch(iter(step[replica * share :][:share]))
-        losses.append(exact_loss(engine, float(mean)))
+    for step in [mine(engine, each) for each in data_of(training)]:
+        losses.append(exact_loss(engine, float(engine.train_batch(iter(step)))))
         shapes.append((getattr(engine, "frozen_layers", 0), engine.num_stages, engine.dp_world_size))
     weights = whole_tensors(engine.module)
     engine.destroy()

@@ -1,6 +1,5 @@
 """Attention, rotary positions, loss and process groups of the GPT pipeline, and what it refuses."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,9 +22,8 @@ from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, init
 from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.parallel import adopt_topology
 from ds_terapipe.optim.sharding import Groups, tensor_parallel_group
-from ds_terapipe.pipeline.slicing import Span
 from tests.megatron.common import Model, batches, build, relative, whole_tensors
-from tests.pipeline.training import build_engine
+from tests.pipeline.training import build_engine, difference
 from tests.spawn import launched
 
 
@@ -72,24 +70,9 @@ def test_lamb_makes_no_sums_over_one_tensor_parallel_rank(alone: None) -> None:
     assert tensor_parallel_group(Groups(), []) is None
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
-    layer = layers.GPTLayer(config(rotary_interleaved=interleaved, qk_l2_norm=interleaved), 1, layers.Rotary(), seed=1)
-    hidden = torch.randn(12, 2, 32)
-
-    def queries(part: torch.Tensor) -> torch.Tensor:
-        seen = []
-        layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
-        layer(part)
-        return torch.cat(seen[0], dim=-1)
-
-    whole = queries(hidden)
-    assert ((whole.square().mean(-1) - 1).abs().max() < 1e-2) == interleaved, "qk_l2_norm"
-    for start, stop in ((0, 5), (5, 6), (6, 12)):
-        monkeypatch.setattr(layers, "current_span", functools.partial(Span, start, stop, 12))
-        torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
-    monkeypatch.setattr(layers, "current_span", lambda: Span(0, 6, 12))
-    assert not torch.allclose(queries(hidden[6:]), whole[6:])
+def test_norms_of_queries_without_weights_are_of_one_length(alone: None) -> None:
+    norm = layers.GPTLayer(config(qk_l2_norm=True), 1, None, seed=1).self_attention.q_layernorm
+    assert not [*norm.parameters()] and (norm(torch.randn(5, 2, 4, 8)).square().mean(-1) - 1).abs().max() < 1e-2
 
 
 def test_rotary_angles_are_megatron_core_s(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,19 +129,11 @@ def test_first_weights_are_spread_as_those_of_megatron_core(alone: None) -> None
         assert mine.shape == other.shape and float(mine.std()) == pytest.approx(float(other.std()), rel=0.2), name
 
 
-def seeded(rank: int, size: int) -> tuple[float, float]:
-    """How far a model's weights are from another's of the same seed, and of another seed."""
-    key, found = "1.self_attention.linear_qkv.weight", []
-    for tensor, stages, seed in ((2, 1, 1), (1, 2, 1), (1, 2, 2)):
-        found.append(whole_tensors(build(Model(), tensor=tensor, stages=stages, seed=seed)))
-        assert relative(found[-1]["2" + key[1:]], found[-1][key]) > 1.0, "two layers with the same weights"
-        if tensor > 1:
-            destroy_parallel()
-    return max(relative(found[1][name], weight) for name, weight in found[0].items()), relative(found[2][key], found[0][key])
-
-
 def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[Any], dict[str, Any]]]:
     """Losses and weights of two steps on two tensor-parallel ranks, with sequence parallelism and without."""
+    one, other = (dict(build(Model(), tensor=2, seed=seed).named_parameters()) for seed in (1, 2))
+    first, second = (f"{layer}.self_attention.linear_qkv.weight" for layer in (1, 2))
+    assert min(difference(each, one[first]) for each in (one[second], other[first], other[second])) > 1.0
     found = {}
     for dropout, shares, slices in ((0.0, False, 1), (0.0, True, 1), (0.0, True, 3), (0.0, True, [4, 2, 10]), (0.3, False, 3)):
         torch.manual_seed(rank)  # scripts may seed processes differently
@@ -180,7 +155,6 @@ def shared(rank: int, size: int) -> dict[tuple[bool, Any], tuple[list[Any], dict
     return found
 
 
-ranks = launched(seeded, 2)
 on_shares = launched(shared, 2)
 
 
@@ -192,10 +166,6 @@ def test_ranks_that_share_tokens_train_as_those_that_have_all_of_them(on_shares:
         for case, (theirs, others) in found.items():
             torch.testing.assert_close(theirs, losses, rtol=1e-7, atol=0, msg=f"{case}")  # DeepSpeed rounds to fp32
             assert max(relative(others[name], weight) for name, weight in weights.items()) < 1e-10, case
-
-
-def test_weights_follow_the_seed_and_no_layout(ranks: list[tuple[float, float]]) -> None:
-    assert all(same == 0.0 and other > 1.0 for same, other in ranks)
 
 
 def test_other_sizes_are_refused() -> None:

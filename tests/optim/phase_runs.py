@@ -1,13 +1,13 @@
 """Trainings in phases, in DeepSpeed's engines, ours and by hand, and what was seen of them at every step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
 
 import ds_terapipe
-from tests.pipeline.models import Plain, gpt, mean_loss, micro_batch
+from tests.elastic.samples import Texts, micro_batch_of
+from tests.pipeline.models import Plain, gpt, mean_loss
 from tests.pipeline.training import SGD, Trace, build_engine, raised, train_module
 
 SAMPLES = 25
@@ -21,33 +21,6 @@ STEPS = [phase for phase in PHASES for _ in range(phase["steps"])]
 MICRO = [2, 2, 1, 1, 1, 1, 1]
 
 
-class Texts(Dataset):
-    """Samples of ((tokens, positions), targets), as long as was last asked for; notes which were asked for."""
-
-    def __init__(self) -> None:
-        self.length = 5
-        self.asked: list[tuple[int, int]] = []
-
-    def set_seq_length(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        self.asked.append((index, self.length))
-        return one(index, self.length)
-
-
-def one(index: int, length: int) -> Any:
-    (tokens, positions), targets = micro_batch(index, length, batch=1, masked=False)
-    return (tokens[0], positions[0]), targets[0]
-
-
-def stacked(indices: list[int], length: int) -> Any:
-    return default_collate([one(index, length) for index in indices])
-
-
 def endless(order: list[int]) -> Iterator[int]:
     while True:
         yield from order
@@ -57,18 +30,29 @@ ROWS = list(zip(LRS, STEPS, MICRO, strict=True))
 SKIPPING = [*ROWS[:2], *ROWS[1:]]  # a step that was skipped is tried again with the same LR, in the same phase
 
 
-def reference(orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS) -> Trace:
-    """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches."""
-    model, replicas, steps = Plain(gpt(2)), [endless(order) for order in orders], []
+def reference(
+    orders: list[list[int]], scale: int = 1, rows: list[Any] = ROWS, momentum: float = 0.0,
+    frozen: Callable[[int], tuple[str, ...]] = lambda number: (),
+) -> Trace:  # fmt: skip
+    """The training by hand in one process: ``orders`` are the replicas' samples, ``scale`` multiplies the batches.
+
+    ``frozen`` returns the beginnings of the names of what a step does not train.
+    """
+    model, replicas, steps, data = Plain(gpt(2)), [endless(order) for order in orders], [], Texts(SAMPLES)
     for _, phase, micro in rows:
         count = phase["batch_size"] * scale // (micro * len(orders))
         pieces = [[next(replica) for _ in range(micro)] for replica in replicas for _ in range(count)]
-        steps.append([stacked(piece, phase["seq_length"]) for piece in pieces])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return train_module(
-        model, optimizer, steps, lambda inputs, targets, step: mean_loss(model(inputs), targets) / len(step),
-        before_step=lambda number: optimizer.param_groups[0].update(lr=rows[number][0]),
-    )  # fmt: skip
+        data.set_seq_length(phase["seq_length"])
+        steps.append([micro_batch_of(data, piece) for piece in pieces])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum)
+
+    def begin(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = rows[number][0]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen(number) or "none"))
+
+    loss = lambda inputs, targets, step: mean_loss(model(inputs), targets) / len(step)  # noqa: E731
+    return train_module(model, optimizer, steps, loss, before_step=begin)
 
 
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -115,7 +99,7 @@ def whole_run(keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] 
 
     2 is exactly at a switch, 3 inside the phase after it.
     """
-    data = Texts()
+    data = Texts(SAMPLES)
     engine = pipeline(keys, data, stages)
     observed = Observed(engine)
     for step in range(len(STEPS)):
@@ -123,9 +107,9 @@ def whole_run(keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] 
             engine.save_checkpoint(folder, tag=str(step))
         observed.train(1)
     last = (engine.lr_scheduler.phase_index, engine.train_batch_size(), engine.micro_batch_size)
-    found: dict[Any, Any] = {"last": last, "whole": observed.report(), "asked": data.asked}
+    found: dict[Any, Any] = {"last": last, "whole": observed.report(), "asked": list(zip(data.asked, data.lengths, strict=True))}
     for start in starts:
-        engine = pipeline(keys, Texts(), stages)
+        engine = pipeline(keys, Texts(SAMPLES), stages)
         assert engine.load_checkpoint(folder, tag=str(start))[0] is not None
         resumed = Observed(engine)
         resumed.train(len(STEPS) - start)
@@ -144,19 +128,19 @@ class Iterated(Iterator[Any]):
 
     def __next__(self) -> Any:
         picked = [next(self.order) for _ in range(self.engine.train_micro_batch_size_per_gpu())]
-        return stacked(picked, self.data.length)
+        return micro_batch_of(self.data, picked)
 
 
 def own_iterator() -> dict[str, Any]:
     """``train_batch(data_iter)``: unregistered, registered, and one that reads ahead across a switch."""
-    engine, data = pipeline(None), Texts()
+    engine, data = pipeline(None), Texts(SAMPLES)
     iterator = Iterated(engine, data)
     found: dict[str, Any] = {"unregistered": raised(lambda: engine.train_batch(iterator))}
     engine.lr_scheduler.register_dataset(data)
     observed = Observed(engine)
     observed.train(len(STEPS), iterator)
     found["registered"] = observed.report()
-    engine, data = pipeline(None), Texts()
+    engine, data = pipeline(None), Texts(SAMPLES)
     engine.lr_scheduler.register_dataset(data)
     iterator = Iterated(engine, data, workers=2)
     observed = Observed(engine)
@@ -180,7 +164,7 @@ def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[st
         **keys_of([{**phase, "batch_size": 2 * phase["batch_size"]} for phase in PHASES]),
         **({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} if zero else {}),
     }  # fmt: skip
-    engine, _, loader, _ = ds_terapipe.initialize(model=Plain(gpt(2)), config=config, training_data=Texts())
+    engine, _, loader, _ = ds_terapipe.initialize(model=Plain(gpt(2)), config=config, training_data=Texts(SAMPLES))
     if resumes:
         engine.load_checkpoint(folder, tag="three")
         engine.lr_scheduler.seek(engine.global_samples)

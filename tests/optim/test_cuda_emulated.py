@@ -5,9 +5,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
-from ds_terapipe.optim.op.cuda_op import CudaOp, chunks
+from ds_terapipe.optim.op.cuda_op import CudaOp
 
 from . import cuda_emulation
 from .op_tests import MIXED, CudaTests
@@ -44,18 +43,6 @@ def test_same_bits_in_every_order(op: CudaOp, monkeypatch: pytest.MonkeyPatch) -
             way(op, case)
         found.append(case.bits())
     assert same(found[0], found[1]) and same(found[0], found[2])
-
-
-def test_layers_are_cut_into_chunks() -> None:
-    segments = torch.zeros(4, 8, dtype=torch.int64)
-    segments[:, 5] = torch.tensor([5, 0, 2**40 + 3, 8])
-    segments[:, 6] = torch.tensor([0, 1, 1, 3])
-    cut, first = chunks(segments, 5, 2**38)
-    assert first.tolist() == [0, 1, 6, 6, 7, 7]
-    assert (cut[:, 1] & 0xFFFFFFFF).tolist() == [0, 2, 2, 2, 2, 2, 3]
-    assert cut[:, 0].tolist() == [0, *(i * 2**38 for i in range(5)), 0]
-    cut, _ = chunks(segments[[0, 3]], 5, 4)
-    assert (cut[:, 1] >> 32).tolist() == [4, 1, 4, 4]
 
 
 KERNELS = (cuda_emulation.SOURCES / "lamb_cuda.cu").read_text(encoding="utf-8")

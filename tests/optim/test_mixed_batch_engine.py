@@ -112,7 +112,7 @@ def test_every_step_of_a_plain_engine(ranks: Ranks, zero: bool) -> None:
 
 
 def test_a_plain_engine_equals_training_by_hand_and_resumes_bit_for_bit(ranks: Ranks) -> None:
-    orders = [list(DistributedSampler(phase_runs.Texts(), 2, replica)) for replica in range(2)]
+    orders = [list(DistributedSampler(phase_runs.Texts(SAMPLES), 2, replica)) for replica in range(2)]
     by_hand = reference(orders, scale=2, rows=SKIPPING).weights
     for found in ranks:
         straight, resumed = found["plain"], found["again"]

@@ -5,7 +5,7 @@ Schedulers and checkpoints count groups, and a parameter that moves to another r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def refill(
     states: Mapping[str, dict[str, Any]],
     settings: Sequence[Mapping[str, Any]] | None = None,
     outside: Sequence[Tensor] = (),
-) -> int:
+) -> None:
     """Set an optimiser's parameters to those of a module, in the module's order; the optimiser object stays.
 
     Args:
@@ -39,9 +39,6 @@ def refill(
         states: states of parameters that are new here, by name; others keep theirs.
         settings: of the groups; None: as they are.
         outside: parameters outside the module, which stay in their groups after the others.
-
-    Returns:
-        Bytes of state that were freed.
     """
     number_of = numbers(optimizer)
     kept: dict[Tensor, dict[str, Any]] = {}
@@ -57,8 +54,6 @@ def refill(
         lists[number_of[id(other)]].append(("", other))
         if optimizer.state.get(other):
             kept[other] = optimizer.state[other]
-    alive = {id(value) for state in kept.values() for value in state.values()}
-    gone = [value for state in optimizer.state.values() for value in state.values() if id(value) not in alive]
     optimizer.state.clear()
     optimizer.state.update(kept)
     for number, (group, members) in enumerate(zip(optimizer.param_groups, lists, strict=True)):
@@ -68,7 +63,6 @@ def refill(
         if "param_names" in group:
             group["param_names"] = [name for name, _ in members]
     tell(optimizer)
-    return _bytes(gone)
 
 
 def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping[Any, str]) -> None:
@@ -88,7 +82,7 @@ def in_order(optimizer: torch.optim.Optimizer, module: nn.Module, names: Mapping
 
 def release(optimizer: torch.optim.Optimizer) -> int:
     """Remove parameters that no longer train from an optimiser; return the bytes of state that were freed."""
-    return _bytes(keep_trained(optimizer))
+    return sum(getattr(value, "nbytes", 0) for value in keep_trained(optimizer))  # of tensors, and shares of them
 
 
 def level_steps(optimizer: Any) -> None:
@@ -106,7 +100,3 @@ def level_steps(optimizer: Any) -> None:
         most = max((state["step"] for state in states), default=0)
         for state in states:
             state["step"] = most
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    return sum(getattr(value, "nbytes", 0) for value in values)  # tensors, and shares of them

@@ -17,7 +17,7 @@ KNOWN = (
           "        tokens, positions = part_of(value, cuts, span)\n        return tokens, positions - span.start\n",
           "tests/pipeline/test_runtime.py"),
     Known("rotary positions of slice 0", "megatron.layers", "span.start if span else 0", "0",
-          "tests/megatron/test_layers.py -k rotary"),
+          "tests/rows/test_rows.py -k modern+PP2+"),
     Known("labels of the neighbouring slice", "pipeline.loss", "        span = self._spans[len(self._terms)]\n        labels =",
           "        span = self._spans[len(self._terms)]\n"
           "        start = min(self._spans[len(self._terms) - 1].start, span.total - span.length)\n"
