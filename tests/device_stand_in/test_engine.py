@@ -19,7 +19,7 @@ if device.NAME != "cuda":
 from ds_terapipe.pipeline import replicas as gradients
 from ds_terapipe.pipeline.transport import p2p
 from tests.pipeline.models import Block, Embedding, Head, mean_loss, micro_batch
-from tests.pipeline.training import ADAMW, build_engine
+from tests.pipeline.training import ADAMW, build_engine, mine
 from tests.spawn import in_background, launched, run_to_exit
 
 LENGTH, SLICES, MICRO_BATCHES, STEPS, BATCH = 24, [7, 2, 9, 1, 5], 4, 3, 2
@@ -67,14 +67,12 @@ def losses(rank: int, world_size: int, stages: int, tensors: int, schedule: str)
         token_pipeline={"slices": SLICES, "schedule": schedule, "timeout_s": TIMEOUT_S, **ORDERS[schedule]},
         config={"zero_optimization": {"stage": zero}},
     )  # fmt: skip
-    share = MICRO_BATCHES // replicas
-    mine = range(engine.grid.data_parallel_id * share, (engine.grid.data_parallel_id + 1) * share)
     assert engine.device.type == "cuda"
     assert len(engine._runtime.stages) == ORDERS[schedule].get("stages_per_place", 1)
     found = []
     for step in range(STEPS):
         data = [micro_batch(100 * step + m, length=LENGTH, batch=BATCH, masked=False) for m in range(MICRO_BATCHES)]
-        found.append(float(engine.train_batch(iter([data[m] for m in mine]))))
+        found.append(float(engine.train_batch(iter(mine(engine, data)))))
         assert set(engine.slices_run) == {tuple(SLICES)}
     assert engine._replicas._ended == set(engine._runtime.stages if replicas > 1 else ()), "reduced from their last action on"
     engine.destroy()

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 from tests.pool import Launch
 from tests.rows.reference import references
-from tests.rows.row import FACTORS, PERIOD, Layout, Row, few_rows, rows
+from tests.rows.row import FACTORS, Layout, Row, few_rows, rows
 from tests.rows.train import Found, Trained, train
 from tests.spawn import values_of
 
@@ -128,7 +128,3 @@ def other_bits(row: Row, ranks: list[Found]) -> list[str]:
     same = whole.losses[row.saved_after :] == again.losses
     same = same and all(np.array_equal(whole.weights[name], again.weights[name]) for name in whole.weights)
     return [] if same else ["resumed, the bits are others"]
-
-
-def test_the_samples_come_again() -> None:
-    assert all(row.steps > PERIOD for row in rows())

@@ -164,14 +164,6 @@ def test_interleaved_runs_every_chunk_of_every_unit_in_the_published_time(places
     assert found.makespan == pytest.approx(3 * sum(slices) + 3 * (places - 1) / chunks, rel=1e-9)
 
 
-def test_interleaved_holds_a_warm_up_of_chunks():
-    placement = Placement.interleaved(4, 2)
-    found = simulate(order("interleaved", placement, [1] * 8), lambda action: 1.0, placement=placement)
-    # warm-up of 2 (K - d - 1) + (v - 1) K, and the one in hand
-    assert [place.peak_units for place in found.places] == [11, 9, 7, 5]
-    assert peak_live_units("interleaved", placement, [1] * 8) == [11, 9, 7, 5]
-
-
 def test_what_does_not_go_around_is_ordered_as_by_1f1b():
     for placement, slices in ((Placement.interleaved(4, 2), [1] * 6), (Placement.of([0, 1, 1, 0]), [2, 2])):
         for function in (order, peak_live_units):
