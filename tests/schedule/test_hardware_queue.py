@@ -1,5 +1,7 @@
 """Steps come to their end where all streams of a device share one queue, as CUDA_DEVICE_MAX_CONNECTIONS=1 has it."""
 
+from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from ds_terapipe.schedule import (
     with_messages,
     with_weight_gradients,
 )
-from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.hardware_queue import COMPUTE, Entry, dispatch, program_of, queue_deadlock
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
 
@@ -28,6 +30,11 @@ SHAPES = [(1, 4), (2, 4), (4, 1), (4, 4)]  # micro-batches, slices of each
 def lowered(name: str, placement: Placement, slices: list[int], weights: bool) -> Any:
     grid = with_messages(order(name, placement, slices), placement)
     return with_weight_gradients(grid, placement) if weights and max(slices) > 1 else grid
+
+
+def ended(programs: Any) -> bool:
+    at = dispatch(programs)
+    return all(at[rank] == len(program) for rank, program in programs.items())
 
 
 @settings(deadline=None)
@@ -44,6 +51,57 @@ def test_two_receives_ahead_lock_up(name, stages, shape):
     grid = lowered(name, as_placement(stages), [shape[1]] * shape[0], weights=True)
     assert not queue_deadlock(grid)
     assert queue_deadlock(grid, posted_ahead=2)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_collectives_beside_the_messages_come_to_their_end_and_in_another_order_they_do_not(name, stages):
+    placement = as_placement(stages)
+    grid = lowered(name, placement, [2, 3], weights=True)
+    programs = {place: program_of(row) for place, row in enumerate(grid)}
+    ranks = with_collectives(programs, tensor_parallel=2, replicas=2, tied=(0, stages - 1))
+    assert len(ranks) == 4 * stages and ended(ranks)
+    own = {entry.joins[0] for entry in ranks[0, 0, 0] if entry.joins and entry.stream == entry.joins[0]}
+    assert own == {"labels", "tensor parallel", "tied weights", "gradients", "norm", "loss"}
+    for rank in [(0, 0, 0), (stages - 1, 1, 0)]:  # these two sum gradients before tied weights
+        program, streams = ranks[rank], [entry.stream for entry in ranks[rank]]
+        one, two = map(streams.index, ("tied weights", "gradients"))
+        program[one], program[two] = program[two]._replace(after=program[one].after), program[one]
+    assert not ended(ranks)
+
+
+def with_collectives(programs: Any, tensor_parallel: int, replicas: int, tied: tuple[int, ...]) -> dict[Any, list[Entry]]:
+    """The programs of (place, replica, tensor-parallel index), with what else is collective in a step, on one backend."""
+    ranks = product(programs, range(replicas), range(tensor_parallel))
+    return {rank: _one_rank(programs[rank[0]], rank, tensor_parallel, replicas, len(programs), tied) for rank in ranks}
+
+
+def _one_rank(program: Any, rank: Any, tensor_parallel: int, replicas: int, places: int, tied: tuple[int, ...]) -> list[Entry]:
+    (place, replica, index), counted = rank, Counter()
+    entries, new_index = [], []
+
+    def collective(name: str, members: Any, ranks: int) -> None:
+        """A sum on its group's stream, behind the computations so far; those that come wait for it."""
+        counted[name] += 1
+        if ranks > 1:
+            computed = [number for number, entry in enumerate(entries) if entry.stream == COMPUTE][-1:]
+            at = entries[-1].action if entries else 0
+            entries.append(Entry(name, at, tuple(computed), (name, members, counted[name]), ranks))
+            entries.append(Entry(COMPUTE, at, (len(entries) - 1,)))
+
+    collective("labels", (place, index), replicas)
+    for entry in program:
+        joins = None if entry.joins is None else (entry.joins, replica, index)
+        entries.append(entry._replace(after=tuple(new_index[i] for i in entry.after), joins=joins))
+        if entry.stream == COMPUTE and not entry.after:
+            collective("tensor parallel", (place, replica), tensor_parallel)
+        new_index.append(len(entries) - 1)
+    if place in tied:
+        collective("tied weights", (replica, index), len(tied))
+    collective("gradients", (place, index), replicas)
+    collective("norm", replica, places * tensor_parallel)
+    collective("loss", (replica, index), places)
+    return entries
 
 
 def test_an_order_that_only_more_queues_let_through_is_refused_before_the_first_step():
