@@ -186,9 +186,8 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
         optimizer = FusedAdamOnCPU if precision == "fp16" else GIVEN["adamw"]
         options: dict[str, Any] = {"optimizer": optimizer, "config": {**config, **WARMUP}}
         specs = [TiedLayerSpec("tokens", Shifted, first=True), *tied_gpt(tokens=Shifted)[1:]]
-        kinds = {"uneven": Uneven}
         engines = {
-            n: build_engine(specs, masked_loss, token_pipeline=KEYS[n], kind=kinds.get(n, PipelineModule), **options)
+            n: build_engine(specs, masked_loss, token_pipeline=KEYS[n], kind={"uneven": Uneven}.get(n, PipelineModule), **options)
             for n in names
         }
         for engine in engines.values():
