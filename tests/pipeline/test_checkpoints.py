@@ -141,8 +141,7 @@ def test_a_recovery_that_dies_itself_leaves_it_to_the_next(tmp_path):
 
 
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
-BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-KINDS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16 zero1": BF16}
+KINDS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16 zero1": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}}
 ENGINES: dict[str, Any] = {"own": None, "ours": {"slices": [7, 2, 9, 1, 5]}, "one slice": {"slices": 1}}
 # who saves and who loads; one slice is the very computation of DeepSpeed's own engine
 WAYS = [("fp32", "own", "ours"), ("fp32", "ours", "own"), ("bf16 zero1", "own", "one slice"), ("bf16 zero1", "one slice", "own")]

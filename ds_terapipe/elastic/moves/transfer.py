@@ -176,9 +176,7 @@ def check_structure(prefix: str, built: nn.Module, source: StageState, key: str 
     for name in [*live, *parameters]:
         if live.get(name) != parameters.get(name):
             raise _lost(
-                f"parameter {name}, {_shown(live.get(name))}, built as {_shown(parameters.get(name))}",
-                "set",
-                key,
+                f"parameter {name}, {_shown(live.get(name))}, built as {_shown(parameters.get(name))}", "set", key
             )
 
 
