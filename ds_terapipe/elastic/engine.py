@@ -91,9 +91,8 @@ class ElasticPipelineEngine(TokenPipelineEngine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the micro-batch of a replica, here and of the readers of the starting shape; the number of them stays."""
-        self._controller.follow_micro_batch(
-            self, micro_batch_size * self.micro_batches * self.dp_world_size, micro_batch_size
-        )
+        batch = micro_batch_size * self.micro_batches * self.dp_world_size
+        self._controller.follow_micro_batch(self, batch, micro_batch_size)
 
     def set_dataiterator(self, iterator: Any) -> None:
         """Set the iterator, on every rank; the starting shape decides which ranks read."""

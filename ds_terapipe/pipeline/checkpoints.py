@@ -178,7 +178,7 @@ class Checkpointer:
             ConfigError: on every rank, for an empty tag, or if ranks give different ones.
         """
         tag = f"global_step{engine.global_steps}" if tag is None else relpath(Path(save_dir, str(tag)), save_dir)
-        tags = sorted(set(self._consensus.gather(tag)))
+        tags = sorted(set(self._consensus.gather(tag, "all ranks to save a checkpoint", counts=False)))
         if len(tags) > 1:  # of ranks that add their clock or number to it: none of the folders would be whole
             raise bad_value("save_checkpoint: tag", tags[:2], "the same on all ranks", "the number of the step")
         if tag == ".":

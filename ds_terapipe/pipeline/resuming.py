@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ds_terapipe.errors import shown
+from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.pipeline.parameter_groups import settings_of
 
 logger = logging.getLogger(__name__)
@@ -17,12 +17,23 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 @contextmanager
 def resuming(engine: Any) -> Iterator[None]:
-    """Context manager around ``load_checkpoint``: rank 0 logs settings that differ."""
+    """Context manager around ``load_checkpoint``: rank 0 logs settings that differ, another optimizer is an error."""
     before, step = _groups(engine), engine.global_steps
     yield
+    _check_kind(engine.basic_optimizer, before)
     if engine.global_rank == 0 and engine.global_steps != step:
         _say_settings(engine, before)
         _say_samples(engine)
+
+
+def _check_kind(optimizer: Any, before: list[dict[str, Any]]) -> None:
+    """Refuse groups of another optimizer, with which the next step would fail. Raises ConfigError."""
+    for given, loaded in zip(before, getattr(optimizer, "param_groups", ()), strict=False):
+        if lost := sorted((given.keys() & optimizer.defaults.keys()) - loaded.keys()):
+            raise ConfigError(
+                f"load_checkpoint: got the state of an optimizer without {lost[0]}, must be of {type(optimizer).__name__}, use "
+                "load_optimizer_states=False, and a new engine"
+            )
 
 
 def _say_samples(engine: Any) -> None:

@@ -21,8 +21,7 @@ LOSS = 1e-5  # relative; evaluations have no training before them that could add
 CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=7, batch=12)
 # of 3 samples, micro-batches of 2 become single ones
 SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 1, 6)] + [(4, 1, 2, 6)] * 2 + [(4, 1, 4, 6)]
-BATCHES = [12] * 3 + [24, 12, 12, 24]  # of each step, as `set_train_batch_size` sets them, and in the last
-LAST = 4  # `set_train_micro_batch_size`
+BATCHES = [12] * 3 + [24, 12, 12, 24]  # of each step, as `set_train_batch_size` sets them
 STARTS = [sum(BATCHES[:step]) for step in range(CASE.steps)]
 CHANGES = (0, 2, 4)  # the first step in each shape, behind which evaluations are made
 ENDS = Case("texts", "sgd", 2, ((1, 1),), ((1, 1),), steps=4)
@@ -38,7 +37,7 @@ def datasets() -> list[Texts]:
 
 def resize(engine: Any, step: int) -> None:
     if step == CASE.steps - 1:
-        engine.set_train_micro_batch_size(LAST)
+        engine.set_train_micro_batch_size(4)
     elif engine.train_batch_size() != BATCHES[step]:
         with pytest.raises(ConfigError, match=r"^set_train_batch_size: got 30, must be a multiple of 2 replicas x micro"):
             engine.set_train_batch_size(30)
@@ -71,7 +70,7 @@ def from_iterators() -> dict[str, Any]:
 
     def own(seeds: Sequence[int]) -> Iterator[Any] | None:
         each = engine.start_shape.micro_batch // CASE.size
-        parts = [[micro(seed) for seed in seeds[at : at + each]] for at in range(0, len(seeds), each)]
+        parts = [map(micro, seeds[at : at + each]) for at in range(0, len(seeds), each)]
         batches = [tree_map(lambda *rows: torch.cat(rows), *several) for several in parts]
         return iter([{"text": t, "positions": p, "labels": labels} for (t, p), labels in batches]) if reads else None
 

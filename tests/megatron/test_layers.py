@@ -70,27 +70,17 @@ def test_lamb_makes_no_sums_over_one_tensor_parallel_rank(alone: None) -> None:
     assert tensor_parallel_group(Groups(), []) is None
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary_positions_follow_the_slice(alone: None, monkeypatch: pytest.MonkeyPatch, interleaved: bool) -> None:
-    layer = layers.GPTLayer(config(rotary_interleaved=interleaved, qk_l2_norm=interleaved), 1, layers.Rotary(0.5), seed=1)
-    hidden = torch.randn(12, 2, 32)
+def test_norms_of_queries_without_weights_are_of_one_length(alone: None) -> None:
+    norm = layers.GPTLayer(config(qk_l2_norm=True), 1, None, seed=1).self_attention.q_layernorm
+    assert not [*norm.parameters()] and (norm(torch.randn(5, 2, 4, 8)).square().mean(-1) - 1).abs().max() < 1e-2
 
-    def queries(part: torch.Tensor) -> torch.Tensor:
-        seen = []
-        layer.self_attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
-        layer(part)
-        return torch.cat(seen[0], dim=-1)
 
-    whole = queries(hidden)
-    assert ((whole.square().mean(-1) - 1).abs().max() < 1e-2) == interleaved, "qk_l2_norm"
-    for start, stop in ((0, 5), (5, 6), (6, 12)):
-        monkeypatch.setattr(layers, "current_span", functools.partial(Span, start, stop, 12))
-        torch.testing.assert_close(queries(hidden[start:stop]), whole[start:stop])
-    monkeypatch.setattr(layers, "current_span", lambda: Span(0, 6, 12))
-    assert not torch.allclose(queries(hidden[6:]), whole[6:])
+def test_rotary_angles_are_megatron_core_s(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    ours = layers.rotary_embedding(layer.rotary, 3, 7, torch.device("cpu"))
-    torch.testing.assert_close(ours, layer.rotary.get_emb(7, 3))
+    for interleaved in (False, True):
+        layer = layers.GPTLayer(config(rotary_interleaved=interleaved), 1, layers.Rotary(percent=0.5), seed=1)
+        expected = layer.rotary.get_emb(7, 3)
+        torch.testing.assert_close(layers.rotary_embedding(layer.rotary, 3, 7, torch.device("cpu")), expected)
 
 
 def test_loss_is_the_masked_mean_adds_up_over_slices_and_leaves_logits_alone(alone: None) -> None:

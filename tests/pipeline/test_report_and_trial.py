@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_terapipe.config import parse
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.recording import report
 from ds_terapipe.pipeline.recording.report import StepReport, emit, log_step
@@ -18,18 +20,16 @@ from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
 
 
-def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
+def step_of(slices: Any, pulled: Any, load: Any = None) -> Any:
     """A step's batch as the engine reads it."""
     config = parse({"token_pipeline": {"slices": slices}})
     loader = load or Loader(torch.device("cpu"))
-    return read_step(pulled, config, loader, inputs=True, labels=labels, cut_labels=labels)
+    return read_step(pulled, config, loader, inputs=True, labels=False, cut_labels=False)
 
 
 @pytest.mark.parametrize(("lengths", "text"), [((24,), "1 slice, 1f1b"), ((20, 4), "2 slices, 1f1b")])
 def test_a_line_counts_tokens_whatever_the_slices(lengths, text):
-    tokens = torch.zeros(2, 24, dtype=torch.long)
-    batch = step_of(list(lengths), [(tokens, tokens)])
-    assert batch.lengths == [24]
+    batch = step_of(list(lengths), [(torch.zeros(2, 24, dtype=torch.long),) * 2])
     batch.spans = [spans(lengths)]
     report = StepReport(2)
     report.add(sum(batch.lengths) * 2, 0.5, 0.1)
@@ -54,7 +54,8 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
         return 0.0
 
     engine: Any = SimpleNamespace(
-        _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=1, micro_batch_size=1, dp_world_size=1,
+        _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=1, dp_world_size=1,
+        train_micro_batch_size_per_gpu=lambda: 1,
         _runtime=SimpleNamespace(links=SimpleNamespace(waits=SimpleNamespace(take_s=take_s))),
         _consensus=SimpleNamespace(collect=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
         global_steps=0, agg_train_loss=torch.tensor(2.0), monitor=SimpleNamespace(enabled=False),
@@ -87,11 +88,6 @@ def test_one_micro_batch_is_loaded_at_a_time():
         assert len(loaded) == 2 * (micro_batch + 1), "once for all slices"
 
 
-def test_one_slice_takes_inputs_of_any_form():
-    batch = step_of(1, [(torch.zeros(2, 3, 24, 24), torch.zeros(2))], labels=True)
-    assert len(batch.lengths) == 1 and len(batch.label_cuts) == 1
-
-
 def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[str]) -> None:
     assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO)
     emit("step 1: loss 2.5")
@@ -99,23 +95,20 @@ def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[st
 
 
 SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}
+TORCHS = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0)
 OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
 
 
-def torchs(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-
-
-def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, **more: Any) -> Any:
+def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, lost: str | None = None, **more: Any) -> Any:
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=2.0, betas=(0.9, 0.99), weight_decay=0.3)
     engine = SimpleNamespace(
         basic_optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_steps=0, global_samples=24,
         global_rank=0, training_dataloader=None, continues_data=False,
     )  # fmt: skip
     vars(engine).update(more)
-
     with resuming(engine):
         optimizer.param_groups[0].update(saved)
+        optimizer.param_groups[0].pop(lost, None)
         engine.global_steps = steps
     return engine
 
@@ -129,7 +122,7 @@ MIXED_BATCH = SimpleNamespace(seek=None)  # goes on by itself
 
 
 @pytest.mark.parametrize(("scheduler", "saved", "more", "said"), [
-    (None, SAVED, {}, SAID.format("lr 0.25, not 2.0; ")), (torchs, SAVED, {}, SAID.format("lr 0.5, not 2.0; ")),
+    (None, SAVED, {}, SAID.format("lr 0.25, not 2.0; ")), (TORCHS, SAVED, {}, SAID.format("lr 0.5, not 2.0; ")),
     (None, SAVED, {"global_rank": 1}, ""), (None, SAVED, {"steps": 0}, ""), (None, {}, {}, ""),
     (None, {}, {"training_dataloader": []}, AGAIN), (None, {}, {"training_dataloader": [], "continues_data": True}, ""),
     (lambda optimizer: MIXED_BATCH, {}, {"training_dataloader": []}, ""),
@@ -138,3 +131,8 @@ def test_other_settings_and_data_that_begin_again_are_one_line(caplog, scheduler
     caplog.set_level(logging.WARNING)
     resumed(scheduler, saved, **more)
     assert caplog.messages == ([said] if said else [])
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    with pytest.raises(ConfigError, match=r"^load_checkpoint: got the state of an optimizer without betas, must be"):
+        resumed(None, {}, lost="betas")
