@@ -32,7 +32,7 @@ _TOLERANCE = 1e-9
 Chain = Callable[[Source], Sequence[Callable[[Any], Any]]]
 
 
-class _Exact(TorchDispatchMode):
+class Exact(TorchDispatchMode):
     """Operators without chance and in fp64: a dropout keeps all elements, scaled, and fp32 is never asked for."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +77,7 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
 def _difference(model: Any, chain: Chain, features: dict[str, Tensor], own_loss: bool) -> str | None:
     """What differs between a model and the chain of it on a batch, and by how much; None: nothing."""
     try:
-        with _Exact():
+        with Exact():  # type: ignore[no-untyped-call]
             expected = _own(model, features, own_loss)
             model.set_attn_implementation(attention.NAME)
             got = _chained(chain(Source(model, given=True)), model, features)

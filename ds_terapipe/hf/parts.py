@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_terapipe.errors import ConfigError
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -84,3 +85,15 @@ def _what(module: nn.Module, config: Any) -> str:
     if isinstance(module, nn.Dropout):
         return "dropout"
     return "rotary" if "Rotary" in type(module).__name__ else "norm"
+
+
+def check_around(model: Any, parts: Parts) -> None:
+    """Refuse hooks and a ``forward`` that a user has put on modules which a pipeline does not run. Raises ConfigError."""
+    run = [name for name in parts if isinstance(name, str) and not (parts.tied and name == parts.head)]
+    for name, module in model.named_modules():
+        if name != parts.layers and any(f"{name}.".startswith(f"{part}.") for part in run):
+            continue
+        if "forward" in vars(module) or any(getattr(module, hooks) for hooks in _HOOKS):
+            said = name or type(model).__name__
+            what = f"with a hook or a forward of its own on {said}, which a pipeline does not run"
+            raise refusal(model.config.model_type, what, "a model without, or hooks on its layers")

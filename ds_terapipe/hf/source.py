@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.hf import attention
 from ds_terapipe.hf.adapters import CONFIG, Adapter, adapter_in, adapter_of
-from ds_terapipe.hf.parts import parts_of, refusal
+from ds_terapipe.hf.parts import check_around, parts_of, refusal
 from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.weights import Weights, folder_of, has_weights
 from ds_terapipe.skip_init import is_skipping_init
@@ -47,6 +47,7 @@ class Source:
         self.model, self.given, self._weights, self._seed = model, given, weights, seed
         self.config: PreTrainedConfig = model.config
         self._plain = self.parts = parts_of(model)
+        check_around(model, self.parts)
         self.adapter = adapter
         if adapter is not None:
             self.parts = adapter.put_into(model, self._plain, seed, given)

@@ -1,21 +1,18 @@
 """The layers that ds_terapipe.hf makes of a model, run slice by slice, have the unmodified model's loss and gradients."""
 
 import copy
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 
 from ds_terapipe import hf
 from ds_terapipe.hf import attention
+from ds_terapipe.hf.check import Exact
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.loss import CausalLMLoss
 from ds_terapipe.hf.positions import documents_of
@@ -68,30 +65,6 @@ def test_the_mean_over_a_step_with_fewer_labels_than_micro_batches_is_over_its_l
     torch.testing.assert_close(mean, F.cross_entropy(logits[0, 0, 1], torch.tensor(5)))
 
 
-@contextmanager
-def no_casts() -> Iterator[None]:
-    """Within it nothing of fp64 is cast to fp32 on the way, as transformers does in norms, softmax and loss, ours in the loss."""
-    to, as_float, softmax = Tensor.to, Tensor.float, F.softmax
-
-    def in_question(tensor: Tensor) -> bool:
-        caller = sys._getframe(2).f_globals["__name__"]
-        return tensor.dtype == torch.float64 and caller.startswith(("transformers.", "ds_terapipe.hf.loss"))
-
-    def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted = (*args, *kwargs.values())
-        return self if torch.float32 in wanted and in_question(self) else to(self, *args, **kwargs)
-
-    def in_its_type(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return softmax(x, *args, **{k: v for k, v in kwargs.items() if k != "dtype"} if in_question(x) else kwargs)
-
-    with (
-        mock.patch.object(Tensor, "to", kept),
-        mock.patch.object(Tensor, "float", lambda self: self if in_question(self) else as_float(self)),
-        mock.patch.object(F, "softmax", in_its_type),
-    ):
-        yield
-
-
 @pytest.mark.parametrize(("family", "kind", "lengths"), CASES)
 def test_layers_in_slices_have_the_model_s_loss_and_gradients(family: str, kind: str, lengths: tuple[int, ...]) -> None:
     # gemma2's own softmax is in fp32, and in fp64 a token that sees nothing is NaN
@@ -99,7 +72,7 @@ def test_layers_in_slices_have_the_model_s_loss_and_gradients(family: str, kind:
     limit = 1e-10 if wide else 1e-5
     model, given = model_of(family, torch.float64 if wide else torch.float32).train(), features(kind, 3)
     ours = copy.deepcopy(model)
-    with no_casts():
+    with Exact() if wide else nullcontext():
         wanted = model(**given, use_cache=False).loss
         wanted.backward()
         loss = in_slices(ours, given, lengths)

@@ -125,8 +125,9 @@ TWO = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 SMALL = {**TWO, "intermediate_size": 48, "vocab_size": 64}
 SIZES = SMALL | {"num_key_value_heads": 2, "vocab_size": 96, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0}
 # docs/reference/hugging_face.md's list, by the name of the configuration's class
-PASS = ["Apertus", "Arcee", "BitNet", "Cwm", "Ernie4_5", "Exaone4", "Gemma", "Glm", "Glm4", "Helium", "Ministral", "Nemotron", "Olmo",
-        "Olmo3", "Phi", "SeedOss", "SmolLM3", "StableLm", "Starcoder2"]  # fmt: skip
+PASS = ["Apertus", "Arcee", "BitNet", "Cwm", "Ernie4_5", "Exaone4", "Gemma", "Glm", "Glm4", "GPTBigCode", "Helium",
+        "HunYuanDenseV1", "InternLM3", "Jais2", "Ministral", "Ministral3", "Nemotron", "Olmo", "Olmo3", "Persimmon", "Phi",
+        "SeedOss", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma"]  # fmt: skip
 DIFFERS = "whose own forward does more than its layers do"
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "GraniteConfig": (SIZES | {"logits_scaling": 4.0}, DIFFERS), "CohereConfig": (SIZES | {"logit_scale": 0.1}, DIFFERS),
@@ -178,6 +179,13 @@ def test_a_forward_of_the_users_own_and_kernels_that_know_no_slices_are_refused(
     (other := LlamaForCausalLM(config)).loss_function = lambda logits, labels, **more: logits.logsumexp(-1).mean()
     with pytest.raises(ConfigError, match=f"{DIFFERS}.*the loss differs by"):
         check(other)
+    tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    for part, named in (("", "LlamaForCausalLM"), ("model", "model"), ("lm_head", "lm_head")):
+        hook = tied.get_submodule(part).register_forward_hook(print)
+        with pytest.raises(ConfigError, match=f"a forward of its own on {named}, which a pipeline does not run"):
+            check(tied)
+        hook.remove()
+    check(tied)
     for kernels in ("flash_attention_2", "flex_attention"):
         config._attn_implementation = kernels
         with pytest.raises(ConfigError, match=f'attn_implementation: got "{kernels}"'):

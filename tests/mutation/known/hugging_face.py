@@ -33,6 +33,8 @@ KNOWN = (
     Known("the labels of a step are those of its first micro-batch", "hf.loss", "for one in labels])",
           "for one in labels[:1]])", "tests/hf/test_pipeline.py -k mean"),
     Known("logits have no soft cap", "hf.layers", "return logits if softcap is None", "return logits if True", _TRAINED),
+    Known("dropout beside the layers is not noticed", "hf.check", ".double().train()", ".double().eval()",
+          "tests/hf/test_weights.py -k passes"),
     Known("numbers of documents are read as ones", "hf.batches", "    if odd.numel():\n", "    if False:\n",
           f"{_BATCHES} -k said"),
     Known("weights of adapters are written as a model's", "hf.folder", "        if any(mark in name for mark in _ADAPTERS):\n",
