@@ -14,7 +14,6 @@ from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.result import Plan
-from ds_terapipe.plan.stages import LayerSeconds
 from ds_terapipe.schedule import NAMES, Op
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points
@@ -125,14 +124,6 @@ def test_uneven_stages_get_better_boundaries(capsys, model):
     again = figures(capsys, *arguments, best)
     assert again["predicted_step_s"] <= advice["predicted_step_s"] * (1 + 1e-9)
     assert again["stage_layers"]["slowest_stage_gain"] == pytest.approx(0, abs=1e-12)
-
-
-def test_boundaries_from_measured_layers(capsys, measured):
-    cost = MeasuredCost.load(measured)
-    cost.layers = LayerSeconds(((3.0, 1.0), (1.0, 1.0)), (0, 0))
-    cost.save(measured)
-    advice = figures(capsys, "plan", "--measured", measured, "--sequences", 4)["stage_layers"]
-    assert advice == {"present": [2, 2], "best": [1, 3], "slowest_stage_gain": 0.25, "predicted_step_s": None}
 
 
 def test_measurements_are_planned_by(capsys, measured, tmp_path):
