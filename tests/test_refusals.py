@@ -46,6 +46,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"data_efficiency": LTD}, "data_efficiency.data_routing.random_ltd.enabled: got true, must be false", "use false"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled: got true", "use false"),
     ({"wall_clock_breakdown": True}, "wall_clock_breakdown: got true", "use false"),
+    ({"torch_autocast": {"enabled": True, "dtype": "fp16"}}, "torch_autocast: got {", "or the block fp16"),
     ({"compile": {"deepcompile": True}}, "compile.deepcompile: got true", "use false"),
     ({"compile": {"enabled": True}}, "compile.enabled: got true", "use false"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size: got 2", "megatron-core"),

@@ -14,7 +14,7 @@ from ds_terapipe.blocks import Block, Count, FileName, Gigabytes, Must, Switch, 
 from ds_terapipe.elastic.policies.freeze import READABLE, policy_class, policy_names
 from ds_terapipe.elastic.policies.freezer import REASONS
 from ds_terapipe.errors import ConfigError, bad_value, shown
-from ds_terapipe.rules import Rule, above, at, autocasts_to_fp16, broken, is_given, is_true, offloads
+from ds_terapipe.rules import Rule, above, at, broken, is_given, is_true, offloads
 
 ELASTIC_PIPELINE = "elastic_pipeline"
 EPOCH: Literal["epoch"] = "epoch"
@@ -259,7 +259,6 @@ CHANGES = (
         f'absent {_BESIDE} (what is offloaded does not move), or have device "none"',
         'device "none"',
     ),
-    Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_BESIDE}", "dtype bfloat16"),
 )
 
 

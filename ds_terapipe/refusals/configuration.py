@@ -16,6 +16,7 @@ from ds_terapipe.names import LOADING, QUEUES, is_on
 from ds_terapipe.rules import Rule, above, at, autocasts_to_fp16, check, is_true, offloads
 
 _TIMERS = "false beside {beside} (DeepSpeed's pipeline engine starts its timers twice and fails)"
+_SCALERS = "(every pipeline stage would scale its loss by itself)"
 _OWN_TENSOR_PARALLEL = "0, and layers that are tensor parallel themselves, as megatron-core's are"
 
 
@@ -44,6 +45,7 @@ RULES = (
     Rule("tensor_parallel.autotp_size", above(0),
          "0 beside {beside} (DeepSpeed's automatic tensor parallelism rewrites layers after they are checked)",
          _OWN_TENSOR_PARALLEL),
+    Rule("torch_autocast", autocasts_to_fp16, "bfloat16 or off beside {beside} " + _SCALERS, "dtype bfloat16, or the block fp16"),
     Rule("expert_parallel.enabled", is_true,
          "false beside {beside} (experts choose among all tokens of a sequence, their loss is not a sum)",
          "false, with dense layers"),
@@ -78,8 +80,7 @@ LAMB_RULES = (
          f"false {_LAMB} (DeepSpeed then notes a wrong place for every parameter in its flat buffers)", "false"),
     Rule("bf16.bf16_master_weights_and_grads", is_true, _MASTERS, "false"),
     Rule("fp16.fp16_master_weights_and_grads", is_true, _MASTERS, "false"),
-    Rule("torch_autocast", autocasts_to_fp16,
-         f"bfloat16 or off {_LAMB} (every pipeline stage would scale its loss by itself)", "dtype bfloat16"),
+    Rule("torch_autocast", autocasts_to_fp16, f"bfloat16 or off {_LAMB} {_SCALERS}", "dtype bfloat16"),
     Rule("tensor_parallel.autotp_size", above(1),
          f"0 or 1 {_LAMB} (DeepSpeed's automatic tensor parallelism replaces layers after they are counted)",
          _OWN_TENSOR_PARALLEL),

@@ -48,8 +48,6 @@ CONFIGS: dict[str, tuple[Any, ...]] = {
 BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
                 (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"')),
-    "autocast": ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, HALVE,
-                 ("torch_autocast: got ", f"must be bfloat16 or off {BESIDE}", "use dtype bfloat16")),
     "ZeRO-2": ({"zero_optimization": {"stage": 2}}, schedule([1, 1]),
                (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1")),
     "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),

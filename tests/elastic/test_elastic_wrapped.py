@@ -50,24 +50,18 @@ def kept(engine: Any) -> dict[str, tuple[Tensor, ...]]:
 
 
 def _kept_of_fp16(engine: Any) -> dict[str, tuple[Tensor, ...]]:
-    """Without ZeRO all of it is here: a master for each parameter, or one after another in one for each group.
-
-    There are no moments before the first step that is not skipped.
-    """
+    """Without ZeRO all of it is here, moments from the first step on: for each parameter, or one after another for a group."""
     wrapper, state, found = engine.optimizer, engine.basic_optimizer.state, {}
-
-    def moments(master: Tensor) -> list[Tensor]:
-        return [state[master][key] for key in KEYS] if master in state else []
-
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     for number, group in enumerate(wrapper.fp16_groups):
         if not any(parameter in names for parameter in group):
             continue
         if hasattr(wrapper, "fp32_groups"):
-            each = [(master, *moments(master)) for master in wrapper.fp32_groups[number]]
+            each = [(m, *(state[m][key] for key in KEYS if m in state)) for m in wrapper.fp32_groups[number]]
         else:
             flat, sizes = wrapper.fp32_groups_flat[number], [parameter.numel() for parameter in group]
-            each = list(zip(*(part.split(sizes) for part in (flat, *moments(flat))), strict=True))
+            parts = (flat, *(state[flat][key] for key in KEYS if flat in state))
+            each = list(zip(*(part.split(sizes) for part in parts), strict=True))
         for parameter, tensors in zip(group, each, strict=True):
             found[names[parameter]] = tuple(tensor.detach().clone().cpu().view(parameter.shape) for tensor in tensors)
     return found

@@ -33,8 +33,7 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
     model, loss_fn = _model_of(row)
     here = torch.device(get_accelerator().current_device_name())
     model.to(here).to(start).to(dtype)
-    narrow = dtype in (torch.bfloat16, torch.float16)
-    wide = torch.float32 if narrow else dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     masters = {name: nn.Parameter(p.detach().to(wide)) for name, p in model.named_parameters()}
     frozen_by_hand = ("0.", "1.") if row.freeze == "by hand" else ()
     optimizer = PLAIN[row.optimizer]([p for name, p in masters.items() if not name.startswith(frozen_by_hand)])

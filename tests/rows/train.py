@@ -238,9 +238,8 @@ def _engine_of(row: Row, start: Layout) -> Any:
         token_pipeline["schedule"] = "1f1b"
     elif row.placement != "plain":
         token_pipeline |= {"stages_per_place": 2, "placement": row.placement}
-    config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision]}
-    if row.precision == "fp16" and row.optimizer == "instance":
-        config |= training.PRECISIONS["ZeRO-1"]  # another wrapper with a loss scale
+    zero = "ZeRO-1" if row.precision == "fp16" and row.optimizer == "instance" else "fp32"  # whose wrapper also has a scale
+    config = {"pipeline": {"use_reentrant": False}, **PRECISIONS[row.precision], **PRECISIONS[zero]}
     if row.is_elastic:
         config["elastic_pipeline"] = _elastic_block(row, start)
     dtype = torch.float64 if row.precision == "fp64" else torch.float32
