@@ -8,12 +8,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed
 
+from ds_terapipe.pipeline.transport import board as board_module
 from ds_terapipe.pipeline.transport import guard
 from ds_terapipe.pipeline.transport import processes as processes_module
 from ds_terapipe.pipeline.transport.board import Board
@@ -25,6 +27,16 @@ class Store(torch.distributed.HashStore):
 
     def clone(self) -> Store:
         return self
+
+
+def test_a_store_whose_host_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "_CONNECTED_WITHIN_S", 0.2)
+    came = threading.Event()
+    for clone in (partial(came.wait, 30), partial(os.listdir, "/none")):  # PyTorch tries again, or says so
+        board = Board(SimpleNamespace(clone=clone))
+        board.put("key", "text")
+        assert not board.appends and board.read(["key"]) is None and not came.is_set()
+    came.set()
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_CONNECTED_WITHIN_S = 20.0  # PyTorch would try for as long as groups may take to be made, half an hour by default
 _READ_WITHIN_S = 2.0
 
 
@@ -16,16 +17,18 @@ class Board:
     """Notices in the process group's store.
 
     The process that holds the store may be the one that died or stopped. So nothing here waits for it longer than about
-    two seconds, and after the first failure it is not used any more.
+    two seconds, 20 for a connection, and after the first failure it is not used any more.
 
     Attributes:
         appends: whether texts can be appended; not in a file store.
     """
 
     def __init__(self, store: Any) -> None:
-        self._store = store.clone()  # a separate connection: the other one may be busy for long
-        self._lost = False
-        self.appends = bool(self._store.has_extended_api())
+        made: list[Any] = []
+        # a separate connection: the other one may be busy for long
+        self._lost = not _done_within(_CONNECTED_WITHIN_S, lambda: made.append(store.clone()))
+        self._store: Any = None if self._lost else made[0]
+        self.appends = not self._lost and bool(self._store.has_extended_api())
 
     def put(self, key: str, text: str, *, append: bool = False) -> None:
         """Write or append a text, without waiting for an answer."""
@@ -40,25 +43,33 @@ class Board:
     def read(self, keys: Collection[str]) -> dict[str, str] | None:
         """Return the texts under those of ``keys`` that exist; None if the store does not answer."""
         found: dict[str, str] = {}
-        done, store = threading.Event(), self._store
+        store = self._store
 
         def look() -> None:
-            try:
-                for key in keys:
-                    if store.check([key]):
-                        found[key] = store.get(key).decode()
-            except (RuntimeError, OSError):
-                return
-            done.set()
+            for key in keys:
+                if store.check([key]):
+                    found[key] = store.get(key).decode()
 
-        if self._lost:
-            return None
-        reader = threading.Thread(target=look, name="ds_terapipe-board", daemon=True)
-        reader.start()
-        reader.join(_READ_WITHIN_S)
-        self._lost = not done.is_set()
+        self._lost = self._lost or not _done_within(_READ_WITHIN_S, look)
         return None if self._lost else found
 
     def close(self) -> None:
         """Close the connection; later writes and reads do nothing."""
         self._lost, self._store = True, None
+
+
+def _done_within(seconds: float, call: Callable[[], object]) -> bool:
+    """Whether a call to the store ends in time, without an error."""
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            call()
+        except (RuntimeError, OSError):  # the store's host is gone
+            return
+        done.set()
+
+    caller = threading.Thread(target=run, name="ds_terapipe-board", daemon=True)
+    caller.start()
+    caller.join(seconds)
+    return done.is_set()

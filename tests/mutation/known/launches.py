@@ -27,8 +27,11 @@ KNOWN = (
     Known("time waited within a wait is counted twice", "pipeline.transport.watchdog", "if counts and outer is None:",
           "if counts:", f"{_WATCHDOG} -k time_waited"),
     Known("a store that is lost is asked again", "pipeline.transport.board",
-          "        self._lost = not done.is_set()\n        return None if self._lost else found",
-          "        return found if done.is_set() else None", f"{_WATCHDOG} -k 'lost_store and stopped'"),
+          "        self._lost = self._lost or not _done_within(_READ_WITHIN_S, look)\n"
+          "        return None if self._lost else found",
+          "        return found if _done_within(_READ_WITHIN_S, look) else None", f"{_WATCHDOG} -k 'lost_store and stopped'"),
+    Known("a connection to a store whose host is gone is waited for", "pipeline.transport.board",
+          "    caller.join(seconds)\n", "    caller.join()\n", "tests/pipeline/test_processes.py -k host_is_gone"),
     Known("no hook where torch is imported first", "autoload", "            sys.meta_path.insert(0, _Watch())\n",
           "            pass\n", "tests/test_register.py -k 'import_order and torch'"),
     Known("DeepSpeed's engine class stays replaced", "register",
