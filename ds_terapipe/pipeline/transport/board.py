@@ -24,10 +24,10 @@ class Board:
     """
 
     def __init__(self, store: Any) -> None:
-        made: list[Any] = []
+        made: list[Any] = [None]
         # a separate connection: the other one may be busy for long
         self._lost = not _done_within(_CONNECTED_WITHIN_S, lambda: made.append(store.clone()))
-        self._store: Any = None if self._lost else made[0]
+        self._store = made[-1]
         self.appends = not self._lost and bool(self._store.has_extended_api())
 
     def put(self, key: str, text: str, *, append: bool = False) -> None:
