@@ -102,7 +102,7 @@ class Saved:
 
 @contextmanager
 def saving(writer: Any) -> Iterator[Saved]:
-    """What DeepSpeed's checkpoint engine ``writer`` saves meanwhile.
+    """Context manager that notes the files which DeepSpeed's checkpoint engine ``writer`` saves.
 
     An error, as of a full disk, is kept for an agreement, and no further file is written: other ranks wait in barriers of
     DeepSpeed's for this one.

@@ -327,8 +327,8 @@ def _able(key: str) -> Iterator[None]:
 def _engine_class(engine: Callable[..., Any] | None) -> Iterator[None]:
     """Have ``deepspeed.initialize`` call ``engine`` where it would build a ``PipelineEngine``; None builds that very class.
 
-    It looks the class up by name in its module and offers no other way to choose one. What stands there meanwhile also tells
-    a second wrapper that this one is at work.
+    It looks the class up by name in its module and offers no other way to choose one. The name there also tells a second
+    wrapper that this one is at work.
     """
     deepspeed = importlib.import_module("deepspeed")
     replaced = deepspeed.PipelineEngine

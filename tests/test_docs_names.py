@@ -1,5 +1,6 @@
 """README.md and docs/*.md name things that are there: commands, their options, names of code, files, links, output."""
 
+import ast
 import importlib
 import itertools
 import pydoc
@@ -148,3 +149,10 @@ def test_a_page_is_short_and_plain(name: str) -> None:
         assert not (long := [part for part in parts if len(part) > LONGEST_PARAGRAPH]), long[0]
         sentences = [each for part in parts for each in re.split(r"(?<=[.!?:])\*{0,2} ", re.sub(r"`[^`]*`", "code", part))]
         assert not (long := [each for each in sentences if len(each.split()) > MOST_WORDS]), long[0]
+
+
+def test_docstrings_begin_with_their_noun_or_verb() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                assert not re.match(r"What |As `", text) and not BANNED.search(text), f"{path}: {text}"

@@ -75,7 +75,7 @@ def check_chain(source: Source, chain: Chain, own_loss: bool = True) -> None:
 
 
 def _difference(model: Any, chain: Chain, features: dict[str, Tensor], own_loss: bool) -> str | None:
-    """What differs between a model and the chain of it on a batch, and by how much; None: nothing."""
+    """Return the first difference between a model and its chain on a batch, as text with its size; None: they agree."""
     try:
         with Exact():  # type: ignore[no-untyped-call]
             expected = _own(model, features, own_loss)

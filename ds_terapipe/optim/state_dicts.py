@@ -52,8 +52,8 @@ def imported(state_dict: Mapping[str, Any], groups: list[dict[str, Any]]) -> dic
 
     Args:
         state_dict: as saved.
-        groups: the ``param_groups`` that it is for. What a foreign state does not say, or says in another sense, stays as
-            it is there; taken over are lr, betas, eps, weight_decay and bias_correction.
+        groups: the ``param_groups`` that it is for. From a foreign state they take lr, betas, eps, weight_decay and
+            bias_correction; all else stays as it is there.
 
     Raises:
         ConfigError: if groups, numbers or shapes of parameters are others. Nothing has been changed then.

@@ -1,7 +1,7 @@
 """Runs a grid without running it: when each action would start and end, or where places would wait for ever.
 
-An action ends at the longest path to it. What waits for what depends on the grid alone, so it is worked out once
-(`dependencies`) and serves any number of durations.
+An action ends at the longest path to it. Waits depend on the grid alone, so they are worked out once (`dependencies`)
+and serve any number of durations.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The starts are named orders with filled waits and those of list scheduling (`greedy`). The best are improved by moves of actions
 along a longest path through the step. On a stretch of it without a wait, on one place, only two things can gain: an action
-leaves the stretch, or another one ends it. What makes the step a little longer is accepted too, at first. Of orders of one time
-the one stays in which fewer neighbouring stages go backward first after equally many forwards: where there is slack of one, a
-small delay of one does not delay the other (arXiv 2504.19232). `validate` judges what is returned.
+leaves the stretch, or another one ends it. A move that makes the step a little longer is accepted too, at first. Of orders of one
+time the one stays in which fewer neighbouring stages go backward first after equally many forwards: where there is slack of one,
+a small delay of one does not delay the other (arXiv 2504.19232). `validate` judges what is returned.
 """
 
 from __future__ import annotations
