@@ -19,10 +19,10 @@ from tests.tiers import starts_processes
 settings.register_profile("ds_terapipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ds_terapipe")
 
-# What DeepSpeed compiles, PyTorch compiles under a lock file that stays behind where a process is killed, as tests kill some,
-# and that everybody then waits for without end. The user's own cache is none of the tests' business.
+# PyTorch compiles DeepSpeed's ops under a lock file. Tests kill processes, whose locks stay and block all later compilations.
+# So tests have a folder of their own, apart from the user's cache.
 _EXTENSIONS = Path(__file__).resolve().parents[1] / ".pytest_cache" / "torch_extensions"
-_COMPILES_S = 300  # at most: a lock that is older is nobody's
+_COMPILES_S = 300  # at most: an older lock has no owner
 _BEGIN = time.monotonic()
 
 

@@ -28,7 +28,7 @@ OUTPUTS = ("rank 0 (stage 0)", "load_checkpoint: got", "[Rank 0] ", "16 of 24 la
 # Words of Megatron-DeepSpeed, which is not here, and a commit of it. Its options are in its own arguments.py.
 THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key_layer", "query_layer", "value_layer",
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
-# What stands for something in the text, and is not to be found by name.
+# Placeholders in the text, which no name in the code matches.
 PLACES = (".bin/.idx", "[first, last]", "[row, column]", ".data", "ds_config.json")
 SHORT = {"nn": "torch.nn", "F": "torch.nn.functional"}
 

@@ -43,7 +43,7 @@ from tests.pool import ROOM, Launch
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
 _ALONE = 4.0  # load of a core, of a run of these tests alone
-# What each server imports, in 5 to 10 s. It goes without what is not installed.
+# Modules that each server imports, in 5 to 10 s, if they are installed.
 _ENGINES = (
     "torch",
     "torch._dynamo",  # by the first optimiser

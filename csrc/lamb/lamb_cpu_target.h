@@ -1,5 +1,5 @@
 // Marks a part of a file as compiled for more than the processor that the rest is compiled for. Headers come before it: an inline
-// function of theirs, compiled for AVX-512 here, could be the copy that the linker keeps for everybody.
+// function of theirs, compiled for AVX-512 here, could be the copy that the linker keeps for all callers.
 #pragma once
 
 #if defined(__clang__)

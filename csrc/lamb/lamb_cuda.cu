@@ -63,7 +63,7 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* counter, uint32_t all) 
   return last;
 }
 
-// Partial sums from `first` to `end`, in one order whoever calls. Other blocks stored them: the first-level cache may not be asked.
+// Partial sums from `first` to `end`, in the same order for every caller. Other blocks stored them: the first-level cache may not be asked.
 __device__ __forceinline__ Pair sum_of_partials(const double* partials, int64_t first, int64_t end) {
   Pair sum{0.0, 0.0};
   for (int64_t i = first + threadIdx.x; i < end; i += THREADS) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ int64_t type_of_gradient(const Segment& s) { return (
 __device__ __forceinline__ int64_t type_of_copy(const Segment& s) { return (s.types >> 24) & 0xf; }
 __device__ __forceinline__ bool adds_to_norm(const Segment& s) { return ((s.types >> 28) & 1) != 0; }
 
-// What thread 0 finds out for its block. The powers are made anew only where the rule changes.
+// A block's work, found by its thread 0. The powers are computed again only where the rule changes.
 struct Work {
   Chunk chunk;
   Segment segment;
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(THREADS) moments_kernel(Tables tables, double*
   for (int64_t i = blockIdx.x; i < tables.chunk_count; i += gridDim.x) {
     // From the end: the last gradients that square_sum read may still be in the cache.
     const int64_t index = tables.chunk_count - 1 - i;
-    // Nobody reads the work of the chunk before any more: last_to_arrive had all threads wait.
+    // No thread reads the previous chunk's work any more: last_to_arrive had all threads wait.
     if (threadIdx.x == 0) find_work(work, tables, index, control);
     __syncthreads();
     Pair sums;

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 
-# What timm's groups have beside ours, at the values that are our algorithm; written, never read.
+# Keys of timm's groups that ours lack, at the values of our algorithm; written, never read.
 _OTHERS = {
     "trust_clip": False,
     "always_adapt": True,

@@ -57,7 +57,7 @@ RULES = (
 _UNCUT = 'false, or "slices": 1, which cuts nothing'
 _CONTIGUOUS = "false where sequences are cut (its buffers hold the checkpoints of whole micro-batches, of one length)"
 
-# What goes with token_pipeline as long as nothing is cut.
+# These keys are allowed beside token_pipeline as long as nothing is cut.
 CUT_RULES = (
     Rule("compile.enabled", is_true,
          "false where sequences are cut (a compiled graph holds the attention of the whole sequence)", _UNCUT),

@@ -16,7 +16,7 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Add,
 }  # fmt: skip
-# Whatever these calls do, no number depends on it.
+# No number depends on these calls.
 _TALK = {"debug", "info", "warning", "error", "exception", "emit", "print"}
 _UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", "max", "min", *_TALK}
 

@@ -195,7 +195,7 @@ def other_moments(state: Any) -> Any:
     return state
 
 
-# What is done to DeepSpeed's own checkpoint of two stages, and what is said of it.
+# Damages of DeepSpeed's own checkpoint of two stages, and the messages.
 FOREIGN: dict[str, tuple[Change, str]] = {
     "no layer": (lambda f: (f / LAYER).unlink(), "no file of layer 1 in "),
     "an empty layer": (lambda f: (f / LAYER).write_bytes(b""), f"{LAYER} (EOFError: "),

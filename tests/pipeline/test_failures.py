@@ -79,7 +79,7 @@ BUILT = {
     "kill in groups": Case("kill", 1, 2, 2, "groups"),
 }
 BROKEN, LATE = "(closed|reset)", "Timed out"
-# What a survivor's report says of those that it waited for, and of those that it did not.
+# Lines of a survivor's report about ranks that it waited for, and about others.
 TOLD = (
     ("kill the first of 4", 1, rf" for activations of 0\.\d from rank 0 in .*{BROKEN}"),
     ("kill the last of 4", 2, rf" for gradients of 0\.\d from rank 3 in .*{BROKEN}"),

@@ -14,7 +14,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// The threads of a block are fibers of one host thread, which therefore share its thread-local variables, and nobody else does.
+// The threads of a block are fibers of one host thread, so they alone share its thread-local variables.
 #define __shared__ static thread_local
 
 struct dim3 {

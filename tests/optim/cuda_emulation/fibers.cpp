@@ -1,6 +1,6 @@
 // Runs the threads of a block as fibers of one host thread, and every block on a host thread of its own, several at a time.
 //
-// A fiber runs until it comes to a barrier or a shuffle; then another one runs, in an order drawn anew each time. So a barrier
+// A fiber runs until it comes to a barrier or a shuffle; then another one runs, drawn at random each time. So a barrier
 // that is missing lets a thread read what no other has written yet. To ThreadSanitizer (compile with -DEMULATION_TSAN) each fiber is
 // a thread that only the barriers, the shuffles and the fences tie to others: it reports every access that they do not order,
 // in whatever order the fibers happened to run. This file itself is compiled without the sanitizer.
@@ -221,7 +221,7 @@ void end_atomic(const void* address) {
 }
 
 // A fence orders what comes before it with what follows another thread's fence, if an atomic after the one was met by an atomic
-// before the other. Every fence publishes anew, so that nobody learns of what came after the one that it has met.
+// before the other. Every fence publishes a state of its own, so that no fiber learns of events after the fence that it has met.
 void fence() {
   begin_atomic();
 #ifdef EMULATION_TSAN
