@@ -20,6 +20,7 @@ from ds_terapipe.pipeline.transport import guard
 from ds_terapipe.pipeline.transport import processes as processes_module
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
+from tests.spawn import mark, run_to_exit
 
 
 class Store(torch.distributed.HashStore):
@@ -37,6 +38,27 @@ def test_a_store_whose_host_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch)
         board.put("key", "text")
         assert not board.appends and board.read(["key"]) is None and not came.is_set()
     came.set()
+
+
+class Late(Store):
+    """One that answers after three seconds."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(3)
+        mark("answered")
+        return False
+
+
+def leave_while_it_is_asked(*_: int) -> None:
+    board_module._READ_WITHIN_S = 0.1
+    assert Board(Late()).read(["key"]) is None
+    mark("left")
+
+
+def test_a_process_ends_after_a_store_that_is_late_has_answered() -> None:
+    """A thread that comes back from the store during Python's exit would abort the process."""
+    (end,) = run_to_exit(leave_while_it_is_asked, 1)
+    assert end.code == 0 and end.mark("left") < end.mark("answered") < end.at
 
 
 @pytest.fixture

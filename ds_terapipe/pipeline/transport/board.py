@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -11,6 +12,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECTED_WITHIN_S = 20.0  # PyTorch would try for as long as groups may take to be made, half an hour by default
 _READ_WITHIN_S = 2.0
+_ANSWERED_WITHIN_S = 15.0  # a stopped host is killed about ten seconds after the longest wait, see guard.py
 
 
 class Board:
@@ -72,4 +74,6 @@ def _done_within(seconds: float, call: Callable[[], object]) -> bool:
     caller = threading.Thread(target=run, name="ds_terapipe-board", daemon=True)
     caller.start()
     caller.join(seconds)
+    if caller.is_alive():  # a thread that returns from the store during the interpreter's exit aborts the process
+        atexit.register(caller.join, _ANSWERED_WITHIN_S)
     return done.is_set()
