@@ -42,18 +42,13 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr":
 
 
 class Setup(NamedTuple):
-    """Keys of the configuration, and how an engine is made and trained.
-
-    Attributes:
-        grouped: whether biases and norms are a parameter group without decay.
-        resumes: whether it goes on from a checkpoint too.
-    """
+    """Keys of the configuration, and how an engine is made and trained."""
 
     config: Config
     stages: int = 2
-    grouped: bool = False
+    grouped: bool = False  # whether biases and norms are a parameter group without decay
     params: Config = {}
-    resumes: bool = False
+    resumes: bool = False  # whether it goes on from a checkpoint too
 
 
 # that they train as one process does, slices, precisions and tensor-parallel layouts with LAMB among them, the rows prove
