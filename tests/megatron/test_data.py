@@ -15,9 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -141,9 +138,7 @@ def save_tokenizer(folder: Path, words: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [257, 5, 70_001])
-def test_files_are_those_of_megatron_core(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_those_of_megatron_core(tmp_path, size, monkeypatch, capsys):
     monkeypatch.setattr(dataset, "TELL_AFTER_S", 0)
     monkeypatch.setattr(dataset, "TELL_EVERY_S", 0)
     (tmp_path / "in").mkdir()
