@@ -35,10 +35,6 @@ def decided(frozen: Freezer, steps: Sequence[int], norms: Callable[[], Any] = no
     return [frozen.decide(step, norms) for step in steps]
 
 
-def saved(frozen: Freezer) -> Any:
-    return json.loads(json.dumps(frozen.state()))
-
-
 def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
     return GradNormPolicy(FreezeSettings(policy="grad_norm", alpha=alpha), model)
 
@@ -71,7 +67,7 @@ def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str, froze
         first.begin(95)
     else:
         decided(first, range(96))
-    second.load(saved(first))
+    second.load(json.loads(json.dumps(first.state())))
     assert second.frozen == frozen and decided(second, range(96, 170)[::10]) == [frozen, *THIRDS]
 
 
