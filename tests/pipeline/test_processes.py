@@ -103,11 +103,9 @@ def test_a_guard_kills_only_a_process_that_stays_stopped(monkeypatch, beats, sta
             left.pop(0)
         return [0] if beat_comes else [], [], []
 
-    def kill(*args):
-        killed.append(len(beats) - len(left))
-
     # names of the module alone: threads of other tests use os.kill, too
-    system = SimpleNamespace(getppid=lambda: 7, read=lambda *args: left.pop(0), kill=kill)
+    system = SimpleNamespace(getppid=lambda: 7, read=lambda *args: left.pop(0))
+    system.kill = lambda *args: killed.append(len(beats) - len(left))
     monkeypatch.setattr(guard, "os", system)
     monkeypatch.setattr(guard, "select", SimpleNamespace(select=wait_a_second))
     monkeypatch.setattr(guard, "look", lambda pid: (state, "0"))

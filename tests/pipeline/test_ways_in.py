@@ -159,11 +159,9 @@ def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(c
 
 
 def test_recomputation_of_a_step_that_overflowed_is_placed(context):
-    def overflowed(q, k, v):
-        return attend(q, k * float("nan"), v)
-
+    overflowed = partial(checkpoint, lambda q, k, v: attend(q, k * float("nan"), v), use_reentrant=False)
     for span in (Span(0, 4, 8), Span(4, 8, 8)):
-        (out,) = run(context, span, lambda: checkpoint(overflowed, *rows(4), use_reentrant=False))
+        (out,) = run(context, span, partial(overflowed, *rows(4)))
     with context.backward(Unit(3, 0), Span(4, 8, 8)):
         out.sum().backward()
 
@@ -195,13 +193,9 @@ def test_outside_slices_and_without_an_engine_nothing_changes(grad):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
-    def noisy(q, k, v):
-        return attend(q, k * torch.rand(()), v)
-
-    outs = [
-        run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
-        for span in (Span(0, 4, 8), Span(4, 8, 8))
-    ]
+    options = {"use_reentrant": reentrant, "preserve_rng_state": False}
+    noisy = partial(checkpoint, lambda q, k, v: attend(q, k * torch.rand(()), v), **options)
+    outs = [run(context, span, partial(noisy, *rows(4))) for span in (Span(0, 4, 8), Span(4, 8, 8))]
     error = pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state")
     with context.backward(Unit(3, 0), Span(4, 8, 8)), error:
         outs[1][0].sum().backward()
