@@ -113,9 +113,8 @@ def is_over(begin: float, seconds: float) -> bool:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
 
-    Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and
-    ``TimeoutError`` (after killing every process) when a rank neither reported nor died within ``timeout`` seconds, see
-    :func:`is_over`.
+    Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and ``TimeoutError``
+    (after killing every process) when a rank neither reported nor died within ``timeout`` seconds, see :func:`is_over`.
     """
     with ROOM.of(world_size):
         return values_of(function, world_size, *args, timeout=timeout, **options)

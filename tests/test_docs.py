@@ -1,7 +1,6 @@
 """README.md and docs/*.md show code that runs as it stands there: imports, Python, JSON, and tables of keys.
 
-Every fenced block and every span of code has to be of a known kind. A new block of a new kind fails here until its
-kind is added.
+Every fenced block and every span of code has to be of a known kind. A new block of a new kind fails here until its kind is added.
 """
 
 import functools

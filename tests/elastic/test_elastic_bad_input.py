@@ -101,11 +101,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
 
 
 ranks = launched(worker, 2, timeout=200)
-SAID = {
-    **{name: parts for name, (_, *parts) in CONFIGS.items()},
-    **{name: parts for name, (*_, parts) in BESIDES.items()},
-    **MODELS,
-}
+SAID = {**{n: said for n, (_, *said) in CONFIGS.items()}, **{n: said for n, (*_, said) in BESIDES.items()}, **MODELS}
 
 
 @pytest.mark.parametrize("name", SAID)

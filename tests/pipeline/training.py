@@ -81,9 +81,8 @@ def build_engine(
     kind: type[PipelineModule] = PipelineModule, made: PipelineModule | None = None, **initialize: Any,
 ) -> Any:  # fmt: skip
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
-    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``,
-    or of ``kind``, a class made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable
-    ``optimizer`` makes."""
+    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``, or of ``kind``, a class
+    made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable ``optimizer`` makes."""
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
     model = made or kind(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
     if dtype == torch.float64:
