@@ -18,8 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config_utils import ScientificNotationEncoder
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.sequence.layer import DistributedAttention
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 

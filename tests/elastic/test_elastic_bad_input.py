@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from deepspeed.pipe import LayerSpec
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import IterableDataset
 
 from ds_terapipe import ConfigError

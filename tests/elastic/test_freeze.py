@@ -8,8 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from ds_terapipe.elastic.policies.freeze import FreezePolicy, GradNormPolicy, ModelLayers, register_policy
 from ds_terapipe.elastic.policies.freezer import Freezer, Signals

@@ -20,8 +20,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_terapipe import cli
-from ds_terapipe.commands.preparing import dataset
-from ds_terapipe.commands.preparing import tokens as encodings
+from ds_terapipe.commands.preparing import dataset, tokens as encodings
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import GPTPipeline, bert_data
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets

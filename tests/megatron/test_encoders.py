@@ -10,8 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 from torch.nn import functional as F
 
 from tests.megatron.common import exact_loss, relative, whole_tensors

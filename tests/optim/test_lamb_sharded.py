@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb

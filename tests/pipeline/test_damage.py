@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from zlib_ng import zlib_ng
 

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport import boundary
-from ds_terapipe.pipeline.transport import p2p as links_module
+from ds_terapipe.pipeline.transport import boundary, p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels, channels_of
 from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender

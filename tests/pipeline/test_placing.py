@@ -18,8 +18,7 @@ from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
-from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS
-from tests.elastic.test_elastic_wrapped import kept
+from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS, kept
 from tests.elastic.training import FusedAdamOnCPU
 from tests.megatron import common
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, Tokens, gpt, masked_loss, steps_of, tied_gpt

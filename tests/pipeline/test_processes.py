@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from ds_terapipe.pipeline.transport import board as board_module
-from ds_terapipe.pipeline.transport import guard
-from ds_terapipe.pipeline.transport import processes as processes_module
+from ds_terapipe.pipeline.transport import board as board_module, guard, processes as processes_module
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
 

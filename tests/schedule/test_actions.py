@@ -1,8 +1,7 @@
 """The words of a schedule: actions as text, stages on places; messages and weight gradients that are put into an order."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, Unit, order, validate
 from ds_terapipe.schedule.lower import covered_slices, with_messages, with_weight_gradients

@@ -5,8 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.schedule import NAMES, Placement, ScheduleError, as_placement, forward_only, order, replay, validate
 from ds_terapipe.schedule.hardware_queue import COMPUTE, Entry, dispatch, program_of, queue_deadlock

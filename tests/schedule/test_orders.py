@@ -6,8 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.config import parse
 from ds_terapipe.schedule import Action, Op, Placement, Schedule, ScheduleError, Unit, hardware_queue, simulate, validate
