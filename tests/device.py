@@ -6,6 +6,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 NAME = os.environ.get("TESTS_DEVICE", "cpu")
 GPUS = int(os.environ.get("TESTS_GPUS", "8"))
@@ -25,12 +26,8 @@ def untouched() -> Iterator[None]:
         return
     import torch
 
-    asked = torch.cuda.is_available, torch.cuda.device_count
-    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: GPUS
-    try:
+    with mock.patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: GPUS):
         yield
-    finally:
-        torch.cuda.is_available, torch.cuda.device_count = asked
 
 
 def take() -> str:

@@ -13,19 +13,12 @@ ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
 
 
 class Piece(NamedTuple):
-    """A block, a span of code or the target of a link.
+    """A block, a span of code or the target of a link."""
 
-    Attributes:
-        document: path below the repository's root.
-        line: counted from 1.
-        text: as it stands there; the line breaks in a span are single spaces.
-        language: of a fenced block, or empty.
-    """
-
-    document: str
-    line: int
-    text: str
-    language: str = ""
+    document: str  # path below the repository's root
+    line: int  # counted from 1
+    text: str  # as it stands there; the line breaks in a span are single spaces
+    language: str = ""  # of a fenced block
 
     @property
     def where(self) -> str:
@@ -54,11 +47,7 @@ def documents() -> list[str]:
 
 
 def take_apart(text: str, name: str) -> Document:
-    """The pieces of a Markdown text.
-
-    Raises:
-        ValueError: fences or back-quotes that do not come in pairs, which would hide what is between them.
-    """
+    """The pieces of a Markdown text. Raises ValueError for fences or back-quotes without a partner, which would hide code."""
 
     def piece(at: int, shown: str, language: str = "") -> Piece:
         return Piece(name, text.count("\n", 0, at) + 1, shown, language)

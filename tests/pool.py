@@ -42,13 +42,7 @@ class Room:
 
 
 class Launch:
-    """A launch of ranks, and what they return.
-
-    Args:
-        name: in the list of the slowest.
-        world_size: ranks.
-        run: starts them and returns what they return.
-    """
+    """A launch of ranks, and what ``run()``, which starts them, returns; ``name``: in the list of the slowest."""
 
     def __init__(self, name: str, world_size: int, run: Callable[[], list[Any]]) -> None:
         self.name, self.world_size, self.seconds = name, world_size, 0.0

@@ -30,11 +30,7 @@ class Rejected(AssertionError):
 
 
 def check(command: Command) -> str:
-    """The kind of a command that its program would take.
-
-    Raises:
-        Rejected: no such program, target or option, or a value that the program refuses.
-    """
+    """The kind of a command that its program would take. Raises Rejected where it would not."""
     for setting in command.settings:
         check_setting(setting)
     if not command.words:
@@ -54,11 +50,7 @@ def check(command: Command) -> str:
 
 
 def check_setting(setting: str) -> None:
-    """An environment variable is read by this repository, or by torch or DeepSpeed where they look for it.
-
-    Raises:
-        Rejected: no program reads it.
-    """
+    """Raise Rejected unless this repository reads a variable, or torch or DeepSpeed where they look for it."""
     name = setting.partition("=")[0]
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):

@@ -3,8 +3,9 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -69,13 +70,9 @@ def watched(engine: Any) -> Iterator[Ran]:
         return run(*args, **kwargs)
 
     ways = [sdpa, core_attention, *filter(None, [sys.modules.get("ds_terapipe.hf.attention")])]
-    originals = [way.slice_attention for way in ways]
-    for way, attention in zip(ways, originals, strict=True):
-        way.slice_attention = noting(attention)
-    engine._steps.run = begun
-    try:
+    with ExitStack() as stack:
+        for way in ways:
+            stack.enter_context(mock.patch.object(way, "slice_attention", noting(way.slice_attention)))
+        engine._steps.run = begun
         yield ran
-    finally:
-        for way, attention in zip(ways, originals, strict=True):
-            way.slice_attention = attention
         del engine._steps.run

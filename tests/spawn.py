@@ -70,19 +70,12 @@ _ASKING = {name: threading.Lock() for name in SERVERS}
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended.
-
-    Attributes:
-        rank: its rank.
-        code: exit status, negative for a signal; None for one that was still there and had to be killed.
-        output: stdout and stderr.
-        at: ``time.monotonic()`` when it was gone.
-    """
+    """How one process ended."""
 
     rank: int
-    code: int | None
-    output: str
-    at: float
+    code: int | None  # negative for a signal; None for one that was still there and had to be killed
+    output: str  # stdout and stderr
+    at: float  # ``time.monotonic()`` when it was gone
 
     def mark(self, name: str) -> float:
         """The time at which the process called :func:`mark` with this name."""
@@ -120,9 +113,8 @@ def is_over(begin: float, seconds: float) -> bool:
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
 
-    Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and
-    ``TimeoutError`` (after killing every process) when a rank neither reported nor died within ``timeout`` seconds, see
-    :func:`is_over`.
+    Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and ``TimeoutError``
+    (after killing every process) when a rank neither reported nor died within ``timeout`` seconds, see :func:`is_over`.
     """
     with ROOM.of(world_size):
         return values_of(function, world_size, *args, timeout=timeout, **options)
@@ -151,23 +143,28 @@ def values_of(
     return [values[rank] for rank in range(world_size)]
 
 
-def launched(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, folder: bool = False, **options: Any
-) -> Any:
+def launched(function: Any, world_size: int, *args: Any, timeout: float = 120.0, folder: bool = False, **options: Any) -> Any:
     """A fixture of a module: what :func:`run_ranks` returns. The launch begins when collection is over (``tests/pool.py``).
 
     Args:
-        function, world_size, *args, **options: as for :func:`run_ranks`.
+        function, world_size, *args, **options: as for :func:`run_ranks`; or several functions, of which each rank returns
+            a list of results.
         timeout: counts from the launch's own beginning.
         folder: whether ``function`` gets an empty folder as one more argument; it is gone when the launch is over.
     """
 
+    first, work = (function, function) if callable(function) else (function[0], functools.partial(_each, function))
+
     def run() -> list[Any]:
         with tempfile.TemporaryDirectory() if folder else contextlib.nullcontext() as path:
             given = (*args, path) if folder else args
-            return values_of(function, world_size, *given, timeout=timeout, **options)
+            return values_of(work, world_size, *given, timeout=timeout, **options)
 
-    return in_background(f"{function.__module__}:{function.__name__}", world_size, run)
+    return in_background(f"{first.__module__}:{first.__name__}", world_size, run)
+
+
+def _each(functions: Sequence[Callable[..., Any]], *args: Any) -> list[Any]:
+    return [function(*args) for function in functions]
 
 
 def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:

@@ -11,12 +11,11 @@ import torch
 
 from ds_terapipe.commands.checking.ranks import _IF_NAMED, _PRELOADED
 from ds_terapipe.config import parse
-from ds_terapipe.errors import ConfigError
 from tests import device
 from tests.pipeline import models
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.test_memory_of_steps import Counted
-from tests.pipeline.training import ADAMW, build_engine
+from tests.pipeline.training import ADAMW, build_engine, raised
 from tests.spawn import launched
 from tests.test_cli_plan import run
 
@@ -200,14 +199,8 @@ def test_hugging_face_folder_without_weights(tmp_path, capsys):
     assert not any(stage["computed"] or stage["notes"] for stage in checked)
 
 
-def refusal_of(**block: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        parse({"token_pipeline": block})
-    return str(refused.value)
-
-
 ERRORS: dict[str, tuple[int, dict[str, Any], str]] = {
-    "a value": (2, {"token_pipeline": {"slices": -3}}, refusal_of(slices=-3)),
+    "a value": (2, (block := {"token_pipeline": {"slices": -3}}), raised(lambda: parse(block)).removeprefix("ConfigError: ")),
     "a key of DeepSpeed's": (2, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1"),
     "a world": (3, {}, "num_stages (2) must divide distributed world size (3)"),
     "slices": (2, {"token_pipeline": {"slices": [40, 4]}}, "add up to 44 tokens, must add up to the sequence length 48"),

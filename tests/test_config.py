@@ -5,8 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ds_terapipe.config import TokenPipelineConfig, parse
 from ds_terapipe.elastic import settings

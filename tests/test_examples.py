@@ -12,8 +12,6 @@ import torch
 from .documents import ROOT
 from .spawn import in_background, run_to_exit
 
-pytest.importorskip("megatron.core")
-
 STEPS, LENGTH = 4, 64
 SCRIPTS = {"own_pipeline": f"--steps {STEPS} --length {LENGTH}", "megatron_gpt": f"--steps {STEPS} --length {LENGTH}"}
 

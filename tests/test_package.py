@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, entry_points, metadata, requires, version
+from importlib.metadata import entry_points, metadata, requires, version
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,6 @@ from .spawn import run_script
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ds_terapipe"
 HOOK = ("__init__.py", "autoload.py", "errors.py", "register.py")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _installed():
-    try:
-        version("ds_terapipe")
-    except PackageNotFoundError:
-        pytest.fail("install the package first: pip install --no-build-isolation -e .")
 
 
 def test_version_and_requirements():

@@ -4,6 +4,8 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +18,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config_utils import ScientificNotationEncoder
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from deepspeed.sequence.layer import DistributedAttention
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
@@ -169,39 +170,31 @@ def pipeline(last_layer: Any = Plain, module_class: Any = PipelineModule) -> Any
     return module_class(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
 
 
-def models() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Model and keys, by name."""
+def four() -> Any:
+    return DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
+
+
+def bert_in_a_wrapper() -> Any:
+    """Megatron-DeepSpeed's pretrain_bert.py hands over its model as it is, or so."""
     bert = type("BertModel", (Plain,), {"__module__": "megatron.model.bert_model"})()
-    four = DualPipeVModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, partition_method="uniform")
-    return {
-        "additional losses": (pipeline(module_class=Losing), {}),
-        "no PipelineModule": (Plain(), {}),
-        # Megatron-DeepSpeed's pretrain_bert.py hands over its model as it is, or in a wrapper
-        "Megatron's BERT": (type("Wrapper", (nn.Sequential,), {})(bert), {}),
-        "compiled PipelineModule": (torch.compile(pipeline()), {}),
-        "DualPipeV": (four, {}),
-        "elastic: no PipelineModule": (Plain(), ELASTIC),
-        "elastic: DualPipeV": (four, ELASTIC),
-        "elastic: layer": (pipeline(lambda: Plain(sequence_parallel=True)), ELASTIC),
-    }
+    return type("Wrapper", (nn.Sequential,), {})(bert)
 
 
 BERT = "use ds_terapipe.megatron.bert_pipeline(config, num_stages=2) or remove the key"
-# the beginning of the message, and its end or a part of it
-MODELS = {
-    "additional losses": ("token_pipeline: ", "get_additional_losses"),
-    "no PipelineModule": (
-        'token_pipeline: got "Plain", must be a PipelineModule',
-        "use deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or",
-    ),
-    "Megatron's BERT": (f'token_pipeline: got "Wrapper", must be a PipelineModule, {BERT}', ""),
-    "compiled PipelineModule": ("", "uncompiled"),
-    "DualPipeV": ("", "DualPipeV"),
-    "elastic: no PipelineModule": ('elastic_pipeline: got "Plain", must be a PipelineModule', ""),
-    "elastic: DualPipeV": ('elastic_pipeline: got "DualPipeVModule"', ""),
-    "elastic: layer": ("elastic_pipeline: layer 1", "beside elastic_pipeline, use"),
-    "elastic: added": ("wall_clock_breakdown: got true, must be false beside elastic_pipeline (", ""),
+USE = "use deepspeed.pipe.PipelineModule(layers=..., num_stages=2) or"
+SHARING = partial(pipeline, lambda: Plain(sequence_parallel=True))
+# a model, keys, the beginning of the message, and its end or a part of it
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any], str, str]] = {
+    "additional losses": (partial(pipeline, module_class=Losing), {}, "token_pipeline: ", "get_additional_losses"),
+    "no PipelineModule": (Plain, {}, 'token_pipeline: got "Plain", must be a PipelineModule', USE),
+    "Megatron's BERT": (bert_in_a_wrapper, {}, f'token_pipeline: got "Wrapper", must be a PipelineModule, {BERT}', ""),
+    "compiled PipelineModule": (lambda: torch.compile(pipeline()), {}, "", "uncompiled"),
+    "DualPipeV": (four, {}, "", "DualPipeV"),
+    "elastic: no PipelineModule": (Plain, ELASTIC, 'elastic_pipeline: got "Plain", must be a PipelineModule', ""),
+    "elastic: DualPipeV": (four, ELASTIC, 'elastic_pipeline: got "DualPipeVModule"', ""),
+    "elastic: layer": (SHARING, ELASTIC, "elastic_pipeline: layer 1", "beside elastic_pipeline, use"),
 }
+ADDED = "model elastic: added", "wall_clock_breakdown: got true, must be false beside elastic_pipeline (", ""
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
@@ -209,10 +202,10 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
     model = pipeline()
     found.update({f"config {number}": refused(model, row[0]) for number, row in enumerate(CONFIGS)})
     found.update({f"layer {name}": refused(pipeline(make), {}) for name, (make, _) in LAYERS.items()})
-    found.update({f"model {name}": refused(*each) for name, each in models().items()})
+    found.update({f"model {name}": refused(make(), keys) for name, (make, keys, *_) in MODELS.items()})
     added = {"wall_clock_breakdown": True}  # as what deepspeed.tp_model_init asked for is added
     with patch.object(deepspeed, "merge_tp_model_init_into_config", lambda config, *rest: config.update(added)):
-        found["model elastic: added"] = refused(pipeline(), ELASTIC)
+        found[ADDED[0]] = refused(pipeline(), ELASTIC)
     return found
 
 
@@ -220,7 +213,7 @@ ranks = launched(everything, 2)
 
 CASES = [(f"config {number}", begins, has) for number, (_, begins, has) in enumerate(CONFIGS)]
 CASES += [(f"layer {name}", "token_pipeline: layer 1", says) for name, (_, says) in LAYERS.items()]
-CASES += [(f"model {name}", begins, has) for name, (begins, has) in MODELS.items()]
+CASES += [ADDED, *((f"model {name}", *says) for name, (_, _, *says) in MODELS.items())]
 
 
 @pytest.mark.parametrize(("name", "begins", "has"), CASES, ids=[case[0] for case in CASES])

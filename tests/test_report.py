@@ -30,9 +30,7 @@ def as_text(**data: Any) -> str:
     return report.as_text({**EMPTY, **data})
 
 
-def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(capsys, tmp_path, monkeypatch):
     for name in ("DS_TERAPIPE_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.delenv(name, raising=False)
     assert cli.main(["report", "--json", str(tmp_path / "report.json")]) == 0
@@ -64,24 +62,12 @@ def lock_in(folder: Path) -> Path:
     return folder / "lock"
 
 
-@contextlib.contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """A process that compiles holds it."""
-    file = os.open(lock, os.O_RDONLY)
-    try:
-        yield
-    finally:
-        os.close(file)
-
-
 STALE = "which no process of this machine holds: a launch was killed"
 HELD = "which another process holds while it compiles an extension"
 
 
-@pytest.mark.parametrize(("holder", "said"), [(contextlib.nullcontext, STALE), (held, HELD)])
-def test_a_wait_is_said_once_and_names_the_file(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, holder: Any, said: str
-) -> None:
+@pytest.mark.parametrize(("holder", "said"), [(contextlib.nullcontext, STALE), (open, HELD)])
+def test_a_wait_is_said_once_and_names_the_file(lock, monkeypatch, caplog, holder, said):
     def wait(baton: FileBaton) -> None:
         """Until both times for a word have come."""
         for thread in threading.enumerate():
@@ -99,14 +85,12 @@ def test_a_wait_is_said_once_and_names_the_file(
     assert str(lock) in message and said in message and FileBaton.wait is wait
 
 
-def test_a_lock_is_listed_and_removed_on_request_where_it_is_stale(
-    lock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lock_is_listed_and_removed_on_request_where_it_is_stale(lock, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "collect", lambda: EMPTY)
     old = time.time() - 600
     os.utime(lock, (old, old))
     lock_in(tmp_path / "ds_terapipe_lamb_cpu_311")  # ours stays, and holds no process up
-    with held(lock):
+    with lock.open():  # as a process that compiles does
         (found,) = build_locks.locks()
         assert found.path == str(lock) and found.age_s == pytest.approx(600, abs=5) and not found.stale
         assert f"{lock}, 10 minutes old, held" in as_text(locks=[found._asdict()])
@@ -117,7 +101,7 @@ def test_a_lock_is_listed_and_removed_on_request_where_it_is_stale(
     assert f"{lock}, 10 minutes old, stale: no process holds it" in text and "report --remove-stale-locks" in text
     assert cli.main(["report"]) == 0 and lock.exists()
     other = lock_in(lock.parent.parent / "deepspeed_cpu_adam")
-    with held(other):
+    with other.open():
         assert cli.main(["report", "--remove-stale-locks"]) == 0
     assert other.exists() and not lock.exists()
     assert f"\nremoved\n  {lock}\n" in capsys.readouterr().out

@@ -3,33 +3,20 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from ds_terapipe.errors import ConfigError
 
+def on_threads(count: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """Return ``function(rank, gather)`` of every rank."""
+    barrier, said = threading.Barrier(count, timeout=60), [None] * count
 
-class Threads:
-    """Threads in place of processes, and what they gather."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._barrier, self._said = count, threading.Barrier(count, timeout=60), [None] * count
-
-    def run(self, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
-        """``function(rank, gather)`` of every rank: what it returned, or its error."""
-
-        def one(rank: int) -> Any:
-            try:
-                return function(rank, lambda value: self.gather(rank, value))
-            except ConfigError as error:
-                return error
-
-        with ThreadPoolExecutor(self._count) as pool:
-            return list(pool.map(one, range(self._count)))
-
-    def gather(self, rank: int, value: Any) -> list[Any]:
-        """The values of all ranks; collective."""
-        self._said[rank] = value
-        self._barrier.wait()
-        everybodys = list(self._said)
-        self._barrier.wait()
+    def gather(rank: int, value: Any) -> list[Any]:
+        said[rank] = value
+        barrier.wait()
+        everybodys = list(said)
+        barrier.wait()
         return everybodys
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: function(rank, partial(gather, rank)), range(count)))

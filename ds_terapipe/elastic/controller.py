@@ -26,8 +26,7 @@ from ds_terapipe.elastic.policies.resize import Shape, check, wanted_stages
 from ds_terapipe.elastic.report import ChangeReport
 from ds_terapipe.elastic.settings import EPOCH, ElasticPipelineConfig
 from ds_terapipe.elastic.shapes.costs import state_bytes
-from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY
-from ds_terapipe.elastic.shapes.history import History, StepShape, check_history
+from ds_terapipe.elastic.shapes.history import KEY as HISTORY_KEY, History, StepShape, check_history
 from ds_terapipe.elastic.shapes.measured import ShapeSelector
 from ds_terapipe.job import error_of
 from ds_terapipe.json_files import check_writable, check_writable_folder

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.nn import functional as F
 
 Labels = tuple[Tensor, Tensor]

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.gradients import gradient_name

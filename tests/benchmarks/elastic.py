@@ -1,10 +1,9 @@
 """A training step of a GPT whose first layers are frozen: in the pipeline, out of it, and what leaving it costs.
 
-``python -m tests.benchmarks.elastic`` trains in two processes with the embedding and half of the layers frozen, then
-with three quarters. Columns: ours unfrozen on two stages, ours frozen on two stages (``kept``), on two replicas
-(``reshaped``), there with the outputs of the frozen layers read (``cached``), and in the shape that it chooses itself
-(``measured``); DeepSpeed's engine with the same layers frozen, on the partitions that it runs and as two replicas.
-Then the time that a change of shape takes.
+``python -m tests.benchmarks.elastic`` trains in two processes with the embedding and half of the layers frozen, then with three
+quarters. Columns: ours unfrozen on two stages, ours frozen on two stages (``kept``), on two replicas (``reshaped``), there with
+the outputs of the frozen layers read (``cached``), and in the shape that it chooses itself (``measured``); DeepSpeed's engine
+with the same layers frozen, on the partitions that it runs and as two replicas. Then the time that a change of shape takes.
 """
 
 import statistics
@@ -27,8 +26,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 def elastic_engine(workload: Workload, slices: int, freeze: Pairs, resize: Pairs | str, cached: bool = False) -> Any:
-    """Ours, launched with two stages; ``freeze`` and ``resize`` as in the block ``elastic_pipeline``, and its cache
-    or not."""
+    """Ours, launched with two stages; ``freeze`` and ``resize`` as in the block ``elastic_pipeline``, and its cache or not."""
     block = {
         "freeze": {"policy": "schedule", "frozen_layers": [list(pair) for pair in freeze]},
         "resize": {"policy": resize if isinstance(resize, str) else [list(pair) for pair in resize]},
@@ -61,8 +59,7 @@ def frozen_deepspeeds(workload: Workload, frozen: int, second: int | None) -> St
 
 
 def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Column]:
-    """Ours with these slices, then DeepSpeed's partitions with trained parameters on each stage that put least on the
-    first."""
+    """Ours with these slices, then DeepSpeed's partitions with trained parameters on each stage that put least on the first."""
     found, trains = [], f"all but {frozen}"
     for count in slices:
         found.append(Column(f"ours{count}", partial(ours, workload, count)))

@@ -40,22 +40,14 @@ OURS = COLUMNS[2:]
 
 
 class Run(NamedTuple):
-    """One training.
+    """One training."""
 
-    Attributes:
-        column: of `COLUMNS`.
-        seed: of the order of samples, new weights and dropout.
-        alpha: of the freezing; None: nothing is frozen.
-        partition, micro_batch: ``partition_method`` and samples of a micro-batch at the launch.
-        probe: 1, 2, ... for a probe of few steps, 0 for a training to its end.
-    """
-
-    column: str
-    seed: int
-    alpha: float | None
-    partition: str
-    micro_batch: int
-    probe: int = 0
+    column: str  # of `COLUMNS`
+    seed: int  # of the order of samples, new weights and dropout
+    alpha: float | None  # of the freezing; None: nothing is frozen
+    partition: str  # ``partition_method``
+    micro_batch: int  # samples of one at the launch
+    probe: int = 0  # 1, 2, ... for a probe of few steps, 0 for a training to its end
 
 
 def config_of(settings: Settings, run: Run, steps: int) -> dict[str, Any]:
@@ -282,10 +274,7 @@ def main() -> None:
         plan = plan._replace(micro_batches=[4], rounds=1, batch=8)
     read(settings)  # or say at once what is missing
     lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, asdict(settings))
-
-    def make(run: Run) -> dict[str, Any]:
-        return measure.on_ranks(probed if run.probe else trained, settings, rounds, run)
-
+    make = lambda run: measure.on_ranks(probed if run.probe else trained, settings, rounds, run)  # noqa: E731
     done = measure.sweep(partial(needed, plan), make, lines)
     print("\n".join([title, "", *table(plan, done)]))
 

@@ -1,8 +1,7 @@
 """Tasks of the fine-tuning benchmark: sentences (BERT), images (vision Transformer), sources of programs (GPT).
 
-Each is read whole into a part to train on, one to choose by (dev) and one to judge by (test). Of the first, samples
-that do not fill a batch are left out: every step is of one epoch. Models are lists of layers with the same weights in
-every partition.
+Each is read whole into a part to train on, one to choose by (dev) and one to judge by (test). Of the first, samples that do not
+fill a batch are left out: every step is of one epoch. Models are lists of layers with the same weights in every partition.
 """
 
 import io

@@ -1,11 +1,10 @@
 """The simulator against the real engine on 4, 8 and 16 places, on a machine with two cores.
 
-``python -m tests.benchmarks.emulation`` trains a model whose layers compute next to nothing and sleep for their modelled
-time, forward, backward and for their weight gradients, in as many processes as there are places. All around them is the real
-thing: the engine, its schedules, placements, slices and attention buffers, and messages over gloo. It prints for each the step
-uncut, under each order in eight equal slices, and as the planner chooses for each placement, simulated and measured. Messages,
-the engine's own work and the lateness of sleeps take no time in the simulator: all that is in the error. The whole takes
-fifteen minutes.
+``python -m tests.benchmarks.emulation`` trains a model whose layers compute next to nothing and sleep for their modelled time,
+forward, backward and for their weight gradients, in as many processes as there are places. All around them is the real thing: the
+engine, its schedules, placements, slices and attention buffers, and messages over gloo. It prints for each the step uncut, under
+each order in eight equal slices, and as the planner chooses for each placement, simulated and measured. Messages, the engine's
+own work and the lateness of sleeps take no time in the simulator: all that is in the error. The whole takes fifteen minutes.
 """
 
 import itertools

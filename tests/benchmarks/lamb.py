@@ -29,8 +29,7 @@ SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-6, "wei
 
 
 def bert(layers: int, hidden: int, vocabulary: int = 30522, positions: int = 512) -> list[tuple[int, ...]]:
-    """Shapes of BERT for pre-training (Devlin et al., arXiv 1810.04805): tied output embedding, both heads, separate
-    q, k, v."""
+    """Shapes of BERT for pre-training (Devlin et al., arXiv 1810.04805): tied output embedding, both heads, separate q, k, v."""
 
     def matrix(rows: int, columns: int) -> list[tuple[int, ...]]:
         return [(rows, columns), (rows,)]

@@ -43,8 +43,7 @@ LAYERS, HIDDEN, HEADS, FEED_FORWARD = 2, 128, 2, 256
 
 
 class Run(NamedTuple):
-    """``samples`` samples in steps of ``batch``; the LR climbs to ``lr`` in the first tenth of the steps and falls to
-    zero."""
+    """``samples`` samples in steps of ``batch``; the LR climbs to ``lr`` in the first tenth of the steps and falls to zero."""
 
     optimizer: str
     batch: int
@@ -134,8 +133,7 @@ def make_model(seed: int) -> Any:
 
 
 def masked_loss(model: Any, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy over the masked positions: ``BertModel.forward`` with a head that sees those alone, a sixth
-    of all."""
+    """Mean cross entropy over the masked positions: ``BertModel.forward`` with a head that sees those alone, a sixth of all."""
     from ds_terapipe.megatron.attention import rotary_embedding
 
     angles = rotary_embedding(model.rotary_pos_emb, 0, SEQUENCE, tokens.device)
@@ -233,8 +231,7 @@ def rows(plan: Plan, done: Done) -> dict[str, dict[int, list[Run]]]:
 
 
 def needed(plan: Plan, done: Done) -> list[Run]:
-    """The runs that are known to be missing, in the order they should be made: a whole table with one seed, then with
-    two."""
+    """The runs that are known to be missing, in the order they should be made: a whole table with one seed, then with two."""
     wanted = [run for name in NAMES for batch in plan.batches for run in tuning(plan, name, batch, done)[1]]
     known = [runs for cells in rows(plan, done).values() for runs in cells.values() if runs]
     wanted += [runs[number] for number in range(len(plan.seeds)) for runs in known]

@@ -171,17 +171,12 @@ def run_rounds(columns: Mapping[str, Callable[[], float]], settings: Settings) -
 
 
 class Column(NamedTuple):
-    """A way to train. ``prepare()`` returns a step: a callable that trains once and returns the loss, on one rank at least.
-
-    Attributes:
-        settling: steps that it takes until it is as fast as it will be.
-        trains: columns that train the same have the same losses.
-    """
+    """A way to train. ``prepare()`` returns a step: a callable that trains once and returns the loss, on one rank at least."""
 
     name: str
     prepare: Callable[[], Callable[[], float | None]]
-    settling: int = 0
-    trains: str = "everything"
+    settling: int = 0  # steps that it takes until it is as fast as it will be
+    trains: str = "everything"  # columns that train the same have the same losses
 
 
 def check_losses(losses: Mapping[str, Sequence[float]], trains: Mapping[str, str], limit: float = LOSS_TOLERANCE) -> None:

@@ -26,18 +26,8 @@ class Masked(models.Block):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = inputs
-        attention, F.scaled_dot_product_attention = F.scaled_dot_product_attention, partial(_masked, mask)
-        try:
-            return super().forward(hidden), mask
-        finally:
-            F.scaled_dot_product_attention = attention
-
-
-_attention = F.scaled_dot_product_attention
-
-
-def _masked(mask: Tensor, *tensors: Tensor, is_causal: bool) -> Tensor:
-    return _attention(*tensors, attn_mask=mask)
+        self.attention = partial(F.scaled_dot_product_attention, attn_mask=mask)
+        return super().forward(hidden), mask
 
 
 class MaskedEmbedding(models.Embedding):

@@ -38,11 +38,9 @@ def new_engine(
     ours: bool, stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
     boundaries: Sequence[int] | None = None,
 ) -> Any:  # fmt: skip
-    """Our engine or DeepSpeed's, of the workload's model and the configuration's ``keys``.
+    """Our engine or DeepSpeed's, of the workload's model and the configuration's ``keys``, with so many ``frozen`` layer modules.
 
-    Args:
-        frozen: so many layer modules have ``requires_grad`` turned off.
-        boundaries: the first layer module of each stage and the number of all; by default equally many.
+    ``boundaries``: the first layer module of each stage and the number of all; by default equally many.
     """
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,15 +76,11 @@ def system(*command: str) -> None:
         sys.exit(f"two_hosts: {' '.join(command)}: {error.stderr.strip()}")
 
 
-class Measured(NamedTuple):
-    """Result of the rounds, and the bytes per second of the link."""
+def on_hosts(arguments: Sequence[str]) -> tuple[Result, float]:
+    """Run this program's :func:`rank` on both hosts; return the result of the rounds, and the bytes per second of the link.
 
-    result: Result
-    bandwidth: float
-
-
-def on_hosts(arguments: Sequence[str]) -> Measured:
-    """Run this program's :func:`rank` on both hosts; return what the first found. A rank that fails ends the benchmark."""
+    A rank that fails ends the benchmark.
+    """
     environment = os.environ | measure.ENVIRONMENT | {
         "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
         "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": LINK, "NCCL_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1",
@@ -108,12 +104,8 @@ def on_hosts(arguments: Sequence[str]) -> Measured:
 
 def bandwidth() -> float:
     """Bytes per second of one large message over the link. For both ranks."""
-    message, first = torch.zeros(2**23), dist.get_rank() == 0
-
-    def exchange() -> None:
-        (dist.send if first else dist.recv)(message, 1 if first else 0)
-
-    return message.nbytes / min(measure.timed(exchange, 3))
+    message, exchange, peer = torch.zeros(2**23), *((dist.recv, 0) if dist.get_rank() else (dist.send, 1))
+    return message.nbytes / min(measure.timed(lambda: exchange(message, peer), 3))
 
 
 def tensor_parallel(workload: Workload) -> Step:
@@ -145,11 +137,8 @@ def tensor_parallel(workload: Workload) -> Step:
         block.proj, block.fc2 = (shared(each, RowParallelLinear, 1, **row) for each in (block.proj, block.fc2))
     head = Head(workload.shape, 1 + len(blocks))
     head.linear = shared(head.linear, ColumnParallelLinear, 0, **column)
-
-    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels).mean()
-
-    return plain_steps(nn.Sequential(Embedding(workload.shape, 0), *blocks, head), workload.micro_batches(), loss_of)
+    model = nn.Sequential(Embedding(workload.shape, 0), *blocks, head)
+    return plain_steps(model, workload.micro_batches(), lambda *given: vocab_parallel_cross_entropy(*given).mean())
 
 
 class UlyssesBlock(Block):
@@ -208,9 +197,9 @@ def rank(options: Any, sequences: int) -> None:
     every = columns(Workload(QUICK if options.quick else Shape(), sequences))
     chosen = [every[name] for name in options.columns or every]
     speed = bandwidth()
-    found = Measured(measure.side_by_side(chosen, measure.settings_of(options), options.steps), speed)
+    result = measure.side_by_side(chosen, measure.settings_of(options), options.steps)
     if dist.get_rank() == 0:
-        options.to.write_bytes(pickle.dumps(found))
+        options.to.write_bytes(pickle.dumps((result, speed)))
     dist.barrier()
     os._exit(0)  # the end of Python would wait for engines' groups
 

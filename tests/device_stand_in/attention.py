@@ -34,13 +34,9 @@ def _repeated(key: Tensor, query: Tensor) -> Tensor:
 
 
 def compute(name: str, arguments: dict[str, Any], outputs: Any, host: Callable[[Any], Any]) -> None:
-    """Write what the operator would have written.
+    """Write what the operator, one of `OPERATORS`, would have written into the ``outputs`` that it returned.
 
-    Args:
-        name: of the operator, one of `OPERATORS`.
-        arguments: by the schema's names, tensors of the device.
-        outputs: what the operator returned.
-        host: gives the host's view of a tensor.
+    ``arguments``, tensors of the device, have the schema's names; ``host`` gives the host's view of one.
     """
     given, written = ({key: host(value) for key, value in arguments.items()}, [host(output) for output in outputs])
     if given.get("cum_seq_q") is None:

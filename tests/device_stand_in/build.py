@@ -24,11 +24,7 @@ class CannotBuild(RuntimeError):
 
 
 def cuda_headers() -> Path:
-    """Return the folder of CUDA's headers: CUDA_HOME's, the usual one, or that of NVIDIA's wheels.
-
-    Raises:
-        CannotBuild: if there is none.
-    """
+    """Return the folder of CUDA's headers: CUDA_HOME's, the usual one, or that of NVIDIA's wheels."""
     wheels = sorted(Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/include"))
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     for folder in [*(Path(home, "include") for home in homes if home), *wheels]:
@@ -40,11 +36,7 @@ def cuda_headers() -> Path:
 def build(folder: Path | None = None) -> dict[str, str]:
     """Compile, unless it is done, and return the environment for a process on the stand-in.
 
-    Args:
-        folder: for the libraries; None: one in the user's cache, named by a digest of the sources.
-
-    Raises:
-        CannotBuild: if a compiler or CUDA's headers are missing, or the sources do not compile.
+    The libraries go into ``folder``, or into one of the user's cache that is named by a digest of the sources.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:

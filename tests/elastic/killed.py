@@ -49,12 +49,8 @@ class Aim(NamedTuple):
 def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Aim], keeps: bool, cached: bool) -> None:
     """The user's script: train to the end, from the latest checkpoint on where there is one.
 
-    Args:
-        where: the folder of everything.
-        name: of this attempt, for what it writes down.
-        aims: by rank, where it has to die.
-        keeps: a copy of each checkpoint, for comparisons.
-        cached: whether outputs of frozen layers are kept in memory, and used by the next attempt.
+    All is in ``where``, under the ``name`` of this attempt. ``aims`` say by rank where it has to die. With ``keeps`` each
+    checkpoint is copied, for comparisons. With ``cached`` outputs of frozen layers are kept, and used by the next attempt.
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -65,8 +66,6 @@ def in_order(steps: int, batch: int, samples: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def registered(name: str, cls: type[freeze.FreezePolicy]) -> Iterator[None]:
-    freeze.register_policy(name, cls)
-    try:
+    with mock.patch.dict(freeze._POLICIES):
+        freeze.register_policy(name, cls)
         yield
-    finally:
-        del freeze._POLICIES[name]

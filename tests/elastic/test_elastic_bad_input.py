@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from deepspeed.pipe import LayerSpec
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import IterableDataset
 
 from ds_terapipe import ConfigError
@@ -101,11 +100,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
 
 
 ranks = launched(worker, 2, timeout=200)
-SAID = {
-    **{name: parts for name, (_, *parts) in CONFIGS.items()},
-    **{name: parts for name, (*_, parts) in BESIDES.items()},
-    **MODELS,
-}
+SAID = {**{n: said for n, (_, *said) in CONFIGS.items()}, **{n: said for n, (*_, said) in BESIDES.items()}, **MODELS}
 
 
 @pytest.mark.parametrize("name", SAID)

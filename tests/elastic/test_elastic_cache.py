@@ -17,8 +17,7 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch.nn import functional
 
-from ds_terapipe.elastic.cache import outputs as outputs_of_cache
-from ds_terapipe.elastic.cache import store
+from ds_terapipe.elastic.cache import outputs as outputs_of_cache, store
 from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.settings import CacheSettings

@@ -137,7 +137,8 @@ def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any
     def evaluate(number: int, model: Any) -> None:
         with torch.no_grad():
             if number in CHANGES:
-                evaluated[number] = [mean([mean_loss(model(x), y) for x, y in singles(texts)]) for texts in datasets()]
+                singles = ([micro_batch_of(texts, [index]) for index in range(len(texts))] for texts in datasets())
+                evaluated[number] = [mean([mean_loss(model(x), y) for x, y in samples]) for samples in singles]
 
     batches = [[micro_batch_of(data, step[at : at + size]) for at in range(0, len(step), size)] for step in steps]
     losses = reference_on(CASE, batches, evaluate).losses
@@ -152,10 +153,6 @@ def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any
             reads = [found["evaluated"][step][1][number] for found in ranks if found["read"][step][0] == 0]
             assert sorted(index for read in reads for index in read if index < apart) == list(range(apart))
             assert all([index for index in read if index >= apart] == list(range(apart, total)) for read in reads)
-
-
-def singles(texts: Texts) -> list[Any]:
-    return [micro_batch_of(texts, [index]) for index in range(len(texts))]
 
 
 def mean(values: Sequence[torch.Tensor]) -> float:

@@ -1,6 +1,7 @@
 """Shapes chosen by measured layer times, in real runs by a clock that only layers move: nothing depends on the load."""
 
 import re
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,18 +17,7 @@ from tests.pipeline.models import Block, Embedding, FrozenEmbedding, Head
 from tests.spawn import launched
 
 FORWARD, BACKWARD = 0.01, 0.03  # seconds of each block
-
-
-class Clock:
-    """Stands in for ``time.perf_counter`` in a process."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now=0.0)
 
 
 class Marked(torch.cuda.Event):
@@ -93,19 +83,12 @@ def ending(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaL
 
 
 class Run(NamedTuple):
-    """A training of two stages, and where it must run.
+    """A training of two stages, and where it must run."""
 
-    Attributes:
-        seen: steps, stages and first entries of the stages, of one part after the other.
-        block: of ``elastic_pipeline``, beside the frozen layers.
-        freeze: pairs of the schedule; none: "static".
-        options: of the engine; "peak" and "by hand" are this file's.
-    """
-
-    seen: list[tuple[int, int, list[int]]]
-    block: dict[str, Any] = {}
-    freeze: tuple[tuple[int, int], ...] = ((5, 3),)
-    options: dict[str, Any] = {}
+    seen: list[tuple[int, int, list[int]]]  # steps, stages and first entries of the stages, of one part after the other
+    block: dict[str, Any] = {}  # of ``elastic_pipeline``, beside the frozen layers
+    freeze: tuple[tuple[int, int], ...] = ((5, 3),)  # pairs of the schedule; none: "static"
+    options: dict[str, Any] = {}  # of the engine; "peak" and "by hand" are this file's
 
     @property
     def case(self) -> Case:
@@ -152,7 +135,7 @@ def run(name: str) -> dict[str, Any]:
         mock.patch("ds_terapipe.elastic.shapes.measured.emit", lines.append),
         mock.patch("ds_terapipe.pipeline.recording.report.emit", lines.append),
         mock.patch.object(ShapeSelector, "peak_bytes", lambda self: this.options.get("peak")),
-        mock.patch("time.perf_counter", CLOCK),
+        mock.patch("time.perf_counter", lambda: CLOCK.now),
         mock.patch("torch.cuda.Event", Marked),
     ):
         config = {"elastic_pipeline": {"freeze": freeze, **this.block}}

@@ -6,8 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from ds_terapipe import ConfigError
@@ -20,7 +19,8 @@ from ds_terapipe.elastic.saved.universal import joined, kind_of, part_of
 from ds_terapipe.names import UNUSED
 from ds_terapipe.optim.step_rules import DeviceSteps
 from ds_terapipe.pipeline.parameter_groups import drop_unused, keep_trained, make_alike, occupy, unused
-from tests.threads import Threads
+from tests.pipeline.training import raised
+from tests.threads import on_threads
 
 RANKS = st.integers(1, 6)
 
@@ -137,8 +137,8 @@ def with_groups(*settings: tuple[float, float]) -> torch.optim.Optimizer:
 def test_a_scheduler_for_other_groups_or_their_order_is_refused_on_every_rank(kept: bool, other: Any) -> None:
     optimizers = [with_groups((1.0, 0.1), (1.0, 0.0)), with_groups(*other)]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1.0) for each in optimizers]
-    errors = Threads(2).run(lambda rank, gather: make_alike(optimizers[rank], None if kept else schedulers[rank], gather))
-    (text,) = {f"{type(error).__name__}: {error}" for error in errors}
+    given = [(optimizer, None if kept else scheduler) for optimizer, scheduler in zip(optimizers, schedulers, strict=True)]
+    (text,) = {*on_threads(2, lambda rank, gather: raised(lambda: make_alike(*given[rank], gather)))}
     assert text.startswith(f"ConfigError: optimizer: got {len(other)} parameter groups on rank 1 and 2 on all ranks together")
     assert "\n" not in text and [len(each.param_groups) for each in optimizers] == [2, len(other)]
 

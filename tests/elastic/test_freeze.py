@@ -8,8 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from ds_terapipe.elastic.policies.freeze import FreezePolicy, GradNormPolicy, ModelLayers, register_policy
 from ds_terapipe.elastic.policies.freezer import Freezer, Signals
@@ -33,10 +32,6 @@ def freezer(model: ModelLayers | int, interval: int = 1, **settings: Any) -> Fre
 
 def decided(frozen: Freezer, steps: Sequence[int], norms: Callable[[], Any] = no_norms) -> list[int]:
     return [frozen.decide(step, norms) for step in steps]
-
-
-def saved(frozen: Freezer) -> Any:
-    return json.loads(json.dumps(frozen.state()))
 
 
 def grad_norm(model: ModelLayers, alpha: float) -> GradNormPolicy:
@@ -71,7 +66,7 @@ def test_intervals_before_a_policy_was_asked_for_do_not_count(before: str, froze
         first.begin(95)
     else:
         decided(first, range(96))
-    second.load(saved(first))
+    second.load(json.loads(json.dumps(first.state())))
     assert second.frozen == frozen and decided(second, range(96, 170)[::10]) == [frozen, *THIRDS]
 
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,16 +24,9 @@ MORE = ONE._replace(frozen_layers=7)
 Coordinate = namedtuple("Coordinate", "pipe data")
 
 
-class Topology(NamedTuple):
+def topology(replicas: int) -> Any:
     """Of two processes."""
-
-    replicas: int
-
-    def world_size(self) -> int:
-        return 2
-
-    def get_coord(self, rank: int) -> Coordinate:
-        return Coordinate(*divmod(rank, self.replicas))
+    return SimpleNamespace(world_size=lambda: 2, get_coord=lambda rank: Coordinate(*divmod(rank, replicas)))
 
 
 def train(path: Path, *parts: tuple[StepShape, int, int] | float, closes: bool = True) -> None:
@@ -44,7 +38,7 @@ def train(path: Path, *parts: tuple[StepShape, int, int] | float, closes: bool =
             continue
         ran_on, first, stop = part
         for step in range(first, stop):
-            with history.step(step, ran_on, Topology(ran_on.replicas)):
+            with history.step(step, ran_on, topology(ran_on.replicas)):
                 pass
     if closes:
         history.close()
@@ -93,7 +87,7 @@ def test_a_line_is_written_where_something_changes(run: Path) -> None:
 def test_lines_are_there_while_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "new.jsonl"
     history = History(str(path))
-    with history.step(0, TWO, Topology(1)):
+    with history.step(0, TWO, topology(1)):
         assert events(path) == [("start", 0)]
     history.close()
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.elastic.moves.start import places_of

@@ -11,22 +11,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_terapipe import FusedLamb
-from tests.pipeline.models import (
-    POSITIONS,
-    VOCABULARY,
-    Block,
-    Embedding,
-    FrozenBlock,
-    FrozenEmbedding,
-    Head,
-    Plain,
-    WritingBlock,
-    gpt,
-    masked_loss,
-    mean_loss,
-    micro_batch,
-    tied_gpt,
-)
+from tests.pipeline import models
+from tests.pipeline.models import Block, Embedding, FrozenBlock, FrozenEmbedding, Head, gpt, masked_loss, mean_loss, tied_gpt
 from tests.pipeline.training import Trace, allow_fp16, build_engine, train_module
 
 Steps = tuple[tuple[int, int], ...]
@@ -34,30 +20,20 @@ Steps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A training of two sequences a micro-batch.
+    """A training of two sequences a micro-batch."""
 
-    Attributes:
-        model, optimizer, precision: of `MODELS`, `OPTIMIZERS` ("instance" is given to DeepSpeed as an object), `PRECISIONS`.
-        stages: at the start; the other processes are replicas.
-        freeze, resize: from which step on how many entries are frozen, and how many stages there are.
-        slices: of ``token_pipeline``; None: there is no such block.
-        scheduler: "lambda", a function of torch's; "warmup", DeepSpeed's from the JSON; None.
-        batch, size: samples of a step and of a micro-batch at the start.
-        clip: ``gradient_clipping``.
-    """
-
-    model: str
-    optimizer: str
-    stages: int
-    freeze: Steps
-    resize: Steps
-    slices: int | str | None = 2
-    scheduler: str | None = None
+    model: str  # of `MODELS`
+    optimizer: str  # of `OPTIMIZERS`; "instance" is given to DeepSpeed as an object
+    stages: int  # at the start; the other processes are replicas
+    freeze: Steps  # from which step on how many entries are frozen
+    resize: Steps  # and how many stages there are
+    slices: int | str | None = 2  # of ``token_pipeline``; None: there is no such block
+    scheduler: str | None = None  # "lambda", a function of torch's; "warmup", DeepSpeed's from the JSON
     steps: int = 30
-    batch: int = 8
-    size: int = 2
-    clip: float = 0.5
-    precision: str = "fp32"
+    batch: int = 8  # samples of a step at the start
+    size: int = 2  # and of a micro-batch
+    clip: float = 0.5  # ``gradient_clipping``
+    precision: str = "fp32"  # of `PRECISIONS`
 
     @property
     def transitions(self) -> list[int]:
@@ -90,11 +66,11 @@ def layers(*kinds: type[nn.Module]) -> Callable[[], list[Any]]:
 
 
 def _masked(seed: int, size: int) -> Any:
-    return micro_batch(seed, batch=size)
+    return models.micro_batch(seed, batch=size)
 
 
 def _texts(seed: int, size: int) -> Any:
-    return micro_batch(seed, batch=size, masked=False)
+    return models.micro_batch(seed, batch=size, masked=False)
 
 
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
@@ -103,7 +79,7 @@ MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable
     "dropping texts": (layers(Embedding, *[Dropping] * 4, Head), mean_loss, _texts),
     "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
     # the layer behind the frozen ones writes into what these put out
-    "writing": (layers(FrozenEmbedding, FrozenBlock, WritingBlock, Block, Block, Head), mean_loss, _texts),
+    "writing": (layers(FrozenEmbedding, FrozenBlock, models.WritingBlock, Block, Block, Head), mean_loss, _texts),
     "mostly frozen": (layers(FrozenEmbedding, *[FrozenBlock] * 3, Block, Head), mean_loss, _texts),
     "texts": (gpt, mean_loss, _texts),
     "tied texts": (tied_gpt, mean_loss, _texts),
@@ -120,7 +96,7 @@ def grouped(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     """Groups of other decay and rate: tables, which only some stages have; matrices; the rest."""
     kinds: dict[str, list[nn.Parameter]] = {"tables": [], "matrices": [], "rest": []}
     for parameter in parameters:
-        table = parameter.dim() == 2 and parameter.shape[0] in (VOCABULARY, POSITIONS)
+        table = parameter.dim() == 2 and parameter.shape[0] in (models.VOCABULARY, models.POSITIONS)
         kinds["tables" if table else "matrices" if parameter.dim() > 1 else "rest"].append(parameter)
     settings = {"tables": (4e-3, 0.2), "matrices": (2e-3, 0.1), "rest": (1e-3, 0.0)}
     each = ((kinds[kind], lr, decay) for kind, (lr, decay) in settings.items() if kinds[kind])
@@ -197,7 +173,7 @@ def reference_on(
 ) -> Trace:
     """Train `reference` on other batches; ``after_step`` gets the step's number and the model."""
     specs, loss_fn = MODELS[case.model][0](), MODELS[case.model][1]
-    model = Plain(specs)
+    model = models.Plain(specs)
     optimizer = OPTIMIZERS[case.optimizer][1](list(model.parameters()))
 
     def freeze(number: int) -> None:

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.hf import export
-from ds_terapipe.hf import folder as hf_folder
+from ds_terapipe.hf import export, folder as hf_folder
 from ds_terapipe.hf.check import check_chain, shrunk
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_model, write_record

@@ -15,16 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_terapipe import cli
-from ds_terapipe.commands.preparing import dataset
-from ds_terapipe.commands.preparing import tokens as encodings
+from ds_terapipe.commands.preparing import dataset, tokens as encodings
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import GPTPipeline, bert_data
 from ds_terapipe.megatron.bert_data import BertBatches, WordPieces, bert_datasets
@@ -80,18 +76,10 @@ def test_a_split_is_three_numbers_or_fewer() -> None:
     assert [parts_of(text) for text in ("1", "9, 1", "0.5,.5,0")] == [[1, 0, 0], [9, 1, 0], [0.5, 0.5, 0]]
 
 
-class Counting:
+def counting(length: int) -> list[dict[str, torch.Tensor]]:
     """A dataset whose sample ``i`` consists of tokens ``i``."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        value = torch.full((4,), index)
-        return {"tokens": value, "labels": value + 1, "position_ids": torch.arange(4), "loss_mask": torch.ones(4)}
+    others = {"position_ids": torch.arange(4), "loss_mask": torch.ones(4)}
+    return [{"tokens": torch.full((4,), n), "labels": torch.full((4,), n + 1), **others} for n in range(length)]
 
 
 def tokens(batches: BatchIterator, micro_batches: int) -> list[list[int]]:
@@ -104,15 +92,15 @@ def test_a_global_batch_is_the_same_in_every_layout(replicas: int, micro_batches
     for step in range(3):
         found = []
         for replica in range(replicas):
-            batches = BatchIterator(Counting(100), size, replica=replica, replicas=replicas, consumed=8 * step)
+            batches = BatchIterator(counting(100), size, replica=replica, replicas=replicas, consumed=8 * step)
             found += [sample for micro_batch in tokens(batches, micro_batches) for sample in micro_batch]
         assert sorted(found) == list(range(8 * step, 8 * step + 8))
 
 
 def test_a_replica_goes_on_where_it_would_have_been_and_starts_again_at_the_end() -> None:
-    through = BatchIterator(Counting(100), 2, replica=1, replicas=2)
-    assert tokens(through, 7)[-1:] == tokens(BatchIterator(Counting(100), 2, replica=1, replicas=2, consumed=24), 1)
-    assert tokens(BatchIterator(Counting(3), 2), 3) == [[0, 1], [2, 0], [1, 2]]
+    through = BatchIterator(counting(100), 2, replica=1, replicas=2)
+    assert tokens(through, 7)[-1:] == tokens(BatchIterator(counting(100), 2, replica=1, replicas=2, consumed=24), 1)
+    assert tokens(BatchIterator(counting(3), 2), 3) == [[0, 1], [2, 0], [1, 2]]
 
 
 def test_datasets_are_text_shifted_by_one_and_name_what_they_have_not(tmp_path: Path) -> None:
@@ -149,9 +137,7 @@ def save_tokenizer(folder: Path, words: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [257, 5, 70_001])
-def test_files_are_those_of_megatron_core(
-    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_are_those_of_megatron_core(tmp_path, size, monkeypatch, capsys):
     monkeypatch.setattr(dataset, "TELL_AFTER_S", 0)
     monkeypatch.setattr(dataset, "TELL_EVERY_S", 0)
     (tmp_path / "in").mkdir()

@@ -6,15 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
-
-pytest.importorskip("megatron.core")
-
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_terapipe.errors import ConfigError

@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("PIL")
 
 from PIL import Image
@@ -273,9 +272,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED)
-def test_arguments_that_can_not_be_end_with_a_line(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_can_not_be_end_with_a_line(words, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         parsed(monkeypatch, *words)
     last = capsys.readouterr().err.splitlines()[-1]

@@ -23,17 +23,12 @@ _UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", "max", "min"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change.
+    """One change."""
 
-    Attributes:
-        index: among all of its module.
-        was, becomes: the changed piece of code.
-    """
-
-    index: int
+    index: int  # among all of its module
     line: int
     kind: str  # comparison, constant, arithmetic, negation, statement or arguments
-    was: str
+    was: str  # the changed piece of code
     becomes: str
 
 

@@ -12,10 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_tests(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> tuple[int | None, str]:
     """Run pytest, which stops at the first failure; its exit status, None where the time was up, and what it printed.
 
-    Args:
-        arguments: of pytest.
-        env: ``MUTANT`` or ``MUTANT_LINES``, see hook/sitecustomize.py.
-        limit_s: seconds after which it and all its processes are killed.
+    ``env`` has ``MUTANT`` or ``MUTANT_LINES``, see hook/sitecustomize.py. At the limit it and all its processes are killed.
     """
     paths = [str(ROOT / "tests" / "mutation" / "hook"), str(ROOT)]
     settings = {**os.environ, **env, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}

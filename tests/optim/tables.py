@@ -20,21 +20,16 @@ ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
 
 
 class Run(NamedTuple):
-    """A segment to make.
-
-    Attributes:
-        types: of parameter, gradient and copy; None for no copy.
-        shifts: elements by which parameter, gradient, moments and copy start behind an address that a wide load could use.
-        scale: the size of the parameter, and of gradient and moments.
-    """
+    """A segment to make."""
 
     length: int
     layer: int = 0
     rule: int = 0
-    types: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (FP32, FP32, None)
+    types: tuple[torch.dtype, torch.dtype, torch.dtype | None] = (FP32, FP32, None)  # of parameter, gradient and copy
+    # elements by which parameter, gradient, moments and copy start behind an address that a wide load could use
     shifts: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
     counted: bool = True
-    scale: tuple[float, float] = (1.0, 1e-2)
+    scale: tuple[float, float] = (1.0, 1e-2)  # the size of the parameter, and of gradient and moments
 
 
 class Case:

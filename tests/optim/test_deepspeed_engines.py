@@ -18,8 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor, nn
-from torch import distributed as dist
+from torch import Tensor, distributed as dist, nn
 
 import ds_terapipe
 from ds_terapipe.errors import ConfigError
@@ -42,18 +41,13 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr":
 
 
 class Setup(NamedTuple):
-    """Keys of the configuration, and how an engine is made and trained.
-
-    Attributes:
-        grouped: whether biases and norms are a parameter group without decay.
-        resumes: whether it goes on from a checkpoint too.
-    """
+    """Keys of the configuration, and how an engine is made and trained."""
 
     config: Config
     stages: int = 2
-    grouped: bool = False
+    grouped: bool = False  # whether biases and norms are a parameter group without decay
     params: Config = {}
-    resumes: bool = False
+    resumes: bool = False  # whether it goes on from a checkpoint too
 
 
 # that they train as one process does, slices, precisions and tensor-parallel layouts with LAMB among them, the rows prove

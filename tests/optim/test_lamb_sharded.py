@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
@@ -159,9 +158,7 @@ ranks = launched(worker, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parameters_and_ratios_are_those_of_one_process_and_a_bad_gradient_skips_everywhere(
-    ranks: list[dict[str, Any]], name: str
-) -> None:
+def test_parameters_and_ratios_are_those_of_one_process_and_a_bad_gradient_skips_everywhere(ranks, name):
     seen: dict[str, set[float]] = {}
     for error, alone, ratios, skipped in (rank[name] for rank in ranks):
         assert error <= TOLERANCE and skipped == (True, 1)

@@ -84,9 +84,7 @@ def no_code() -> None:
     raise RuntimeError("FusedLamb on CUDA, occupancy: no kernel image is available for execution on the device")
 
 
-def test_an_op_that_has_no_code_for_the_device_is_pytorchs(
-    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
+def test_an_op_that_has_no_code_for_the_device_is_pytorchs(monkeypatch, warnings):
     """Which is found before the first step."""
     monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=no_code))
     assert backends.pick(CUDA).name == "plain"
@@ -96,9 +94,7 @@ def test_an_op_that_has_no_code_for_the_device_is_pytorchs(
 
 
 @pytest.mark.parametrize(("tool", "message"), [("compiler", r"C\+\+ compiler"), ("pybind11_include", "pybind11")])
-def test_what_is_missing_is_named_in_one_warning(
-    recipe: jit.Recipe, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture, tool: str, message: str
-) -> None:
+def test_what_is_missing_is_named_in_one_warning(recipe, monkeypatch, warnings, tool, message):
     monkeypatch.setattr(jit, tool, lambda: None)
     monkeypatch.setattr(CpuLambBuilder, "built_ahead", lambda self: False)
     with pytest.raises(jit.BuildError, match=message):

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from ds_terapipe.errors import ConfigError

@@ -105,9 +105,7 @@ class EncoderLayer(nn.TransformerEncoderLayer):
         return super().forward(hidden, src_mask=causal_mask(hidden), is_causal=True)
 
 
-class AttnMaskType(Enum):
-    padding = 1
-    causal = 2
+AttnMaskType = Enum("AttnMaskType", "padding causal")
 
 
 class ScaleMaskSoftmax(nn.Module):

@@ -39,11 +39,10 @@ class Queues:
         forward = action.op is Op.RECV_FORWARD
         return bool(self._waiting[action.stage - forward, forward])
 
-    def begin(self, row: Any, shape_of: Any) -> None:
+    def begin(self, *given: Any) -> None:
         pass
 
-    def finish(self) -> None:
-        pass
+    finish = begin
 
 
 class PlainGradients:

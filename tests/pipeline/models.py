@@ -70,16 +70,18 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.before_mlp(hidden))))
 
 
-class FrozenEmbedding(Embedding):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+def trains(kind: type[nn.Module], which: Callable[[nn.Parameter], bool]) -> type[nn.Module]:
+    """A layer of which those parameters are trained."""
+
+    def init(self: Any) -> None:
+        kind.__init__(self)
+        for parameter in self.parameters():
+            parameter.requires_grad_(which(parameter))
+
+    return type(kind.__name__, (kind,), {"__init__": init})
 
 
-class FrozenBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
+FrozenEmbedding, FrozenBlock = (trains(kind, lambda parameter: False) for kind in (Embedding, Block))
 
 
 class Head(nn.Module):

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.overrides import BaseTorchFunctionMode
@@ -21,17 +20,12 @@ from ds_terapipe.pipeline.operators.buffers import AttentionState
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.slicing import Span, spans
 from ds_terapipe.schedule import Unit
+from tests.pipeline.training import difference
 
 pytestmark = pytest.mark.usefixtures("operators")
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 PARTS = ("out", "dq", "dk", "dv")
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b|| in fp64."""
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).norm() / b.norm().clamp(min=1e-30))
 
 
 def tensors(heads=4, kv_heads=4, total=13, d=8, dv=None, batch=2, dtype=torch.float64):
@@ -100,7 +94,7 @@ def assert_same(got, expected):
             # One position: its score changes nothing, and what a kernel leaves there is a rounding of something of dv's size.
             assert float(a.double().norm()) <= tolerance * float(expected[-1].norm()), name
         else:
-            assert relative(a, b) <= tolerance, (name, relative(a, b))
+            assert difference(a, b) <= tolerance, (name, difference(a, b))
 
 
 @st.composite
@@ -215,7 +209,7 @@ def test_a_mask_of_one_row_is_every_querys():
     padding = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     padding[1, ..., 1] = False
     got, rows = forward(SliceContext(), Span(0, 4, 6), tensors(total=6)[:3], padding)
-    assert relative(got, F.scaled_dot_product_attention(*rows, padding[..., :4])) < 1e-10
+    assert difference(got, F.scaled_dot_product_attention(*rows, padding[..., :4])) < 1e-10
 
 
 @pytest.mark.parametrize(("kv_heads", "size"), [(4, (4, 13, 13)), (4, (1, 13, 13)), (2, (4, 13, 13))])
@@ -227,7 +221,7 @@ def test_a_learned_bias_gets_its_gradient(kv_heads, size):
     got = sliced(q, k, v, grad, [5, 5, 3], mask=bias + hidden)
     leaf = bias.detach().clone().requires_grad_()
     formula(q, k, v, visible, leaf).backward(grad)
-    assert relative(bias.grad, leaf.grad) < 1e-10
+    assert difference(bias.grad, leaf.grad) < 1e-10
     assert_same(got, whole(q, k, v, grad, visible=visible, bias=bias.detach()))
 
 

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 from zlib_ng import zlib_ng
 
@@ -217,8 +216,8 @@ FOREIGN: dict[str, tuple[Change, str]] = {
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 
 
-def foreign(folder: Path) -> dict[str, tuple[str, bool]]:
-    good, bad = folder / "good" / "tag", folder / "bad" / "tag"
+def foreign(rank: int, world_size: int, path: str) -> dict[str, tuple[str, bool]]:
+    good, bad = Path(path, "good", "tag"), Path(path, "bad", "tag")
     own = engine_of(2, WARMUP, None)
     step(own)
     own.save_checkpoint(str(good.parent), tag="tag")
@@ -235,13 +234,14 @@ def foreign(folder: Path) -> dict[str, tuple[str, bool]]:
         found[name] = text, same(before, state_of(engine))
         if not all_refused(text):
             return found
-    assert said(engine, folder / "good" / "nowhere").startswith("load_checkpoint: got ")
+    assert said(engine, good.with_name("nowhere")).startswith("load_checkpoint: got ")
     assert said(engine, good) == "loaded" and engine.global_steps == 1
     engine.destroy()
     return found
 
 
-def overwritten(folder: Path) -> tuple[str, str, int]:
+def overwritten(rank: int, world_size: int, path: str) -> tuple[str, str, int]:
+    folder = Path(path, "over")
     for engine, steps in ((engine_of(2, STAYS), 2), (engine_of(2, {}, None), 1)):
         for _ in range(steps):
             step(engine)
@@ -259,11 +259,7 @@ def overwritten(folder: Path) -> tuple[str, str, int]:
     return stale, after, steps
 
 
-def others(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
-    return foreign(Path(folder)), overwritten(Path(folder, "over"))
-
-
-others_saved = launched(others, 2, folder=True)
+others_saved = launched([foreign, overwritten], 2, folder=True)
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -151,11 +151,9 @@ def ends_of(name: str, cases: dict[str, Case]) -> Any:
     """A fixture: the exits of all cases."""
 
     def run() -> dict[str, list[Exit]]:
-        def exits_of(case: Case) -> list[Exit]:
-            return run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S)
-
         with ThreadPoolExecutor(6) as pool:
-            return dict(zip(cases, pool.map(exits_of, cases.values()), strict=True))
+            ends = pool.map(lambda case: run_to_exit(train, case.world_size, *case, timeout=ENDS_WITHIN_S), cases.values())
+            return dict(zip(cases, ends, strict=True))
 
     return in_background(f"{__name__}:{name}", 1, run)  # they mostly wait
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Placement
-from tests.pipeline.models import HIDDEN, SEED, Block, Embedding, Head, Plain, Tokens, masked_loss, steps_of, tied_gpt
+from tests.pipeline.models import HIDDEN, SEED, Block, Embedding, Head, Plain, Tokens, masked_loss, steps_of, tied_gpt, trains
 from tests.pipeline.test_interception import Lora
-from tests.pipeline.training import ADAMW, build_engine, difference, train, train_plain
+from tests.pipeline.training import ADAMW, build_engine, difference, raised, train, train_plain
 from tests.spawn import launched
 
 STEPS, SLICES, MICRO_BATCHES = 3, 4, 2
@@ -34,17 +34,6 @@ class LoraBlock(Block):
         super().__init__()
         self.requires_grad_(False)
         self.qkv, self.up = Lora(HIDDEN, 3 * HIDDEN, 3), Lora(HIDDEN, 2 * HIDDEN, 3)
-
-
-def trains(kind: type[nn.Module], which: Callable[[nn.Parameter], bool]) -> type[nn.Module]:
-    """A layer of which those parameters are trained."""
-
-    def init(self: Any) -> None:
-        kind.__init__(self)
-        for parameter in self.parameters():
-            parameter.requires_grad_(which(parameter))
-
-    return type(kind.__name__, (kind,), {"__init__": init})
 
 
 def frozen(kind: type[nn.Module]) -> LayerSpec:
@@ -123,14 +112,11 @@ def one(model: str, config: str, folder: str) -> dict[str, Any]:
 def refused() -> tuple[str, float, str]:
     """The error where nothing is trained, the loss of an evaluation, and the error of a weight that only one stage trains."""
     engine, step = engine_of([F_EMBEDDING, *[F_BLOCK] * 3], hidden_loss), data()[0]
-    with pytest.raises(ConfigError) as nothing:
-        engine.train_batch(iter(step))
+    nothing = raised(lambda: engine.train_batch(iter(step)))
     loss = float(engine.eval_batch(iter(step)))
     engine.destroy()
     tokens: Any = trains(Tokens, lambda parameter: torch.distributed.get_rank() > 0)
-    with pytest.raises(ConfigError) as apart:
-        engine_of(tied_gpt(2, tokens), masked_loss)
-    return str(nothing.value), loss, str(apart.value)
+    return nothing, loss, raised(lambda: engine_of(tied_gpt(2, tokens), masked_loss))
 
 
 def switched(model: str, config: dict[str, Any], value: bool) -> str:
@@ -246,11 +232,11 @@ def test_what_cannot_train_is_said(ranks: list[dict[Any, Any]]) -> None:
     text = "model: got 1.up.weight.requires_grad {} after initialize, must be set before it (now it has no effect), use"
     for rank in ranks:
         said, loss, apart = rank["refused"]
-        assert said.startswith("model: got no parameter that is trained, must have one on some stage, use ")
+        assert said.startswith("ConfigError: model: got no parameter that is trained, must have one on some stage, use ")
         assert loss == ranks[0]["refused"][1] > 0, "it can be evaluated"
         assert apart == (
-            'model: got the tied layer "tokens" trained on stage 1 and not on stage 0, must be the same on all stages that '
-            "share it, use requires_grad_() alike"
+            'ConfigError: model: got the tied layer "tokens" trained on stage 1 and not on stage 0, must be the same on all '
+            "stages that share it, use requires_grad_() alike"
         )
         off, *on, in_fp32 = rank["switched"]
         assert off.startswith(text.format(False)) and in_fp32 == "stays" and all(t.startswith(text.format(True)) for t in on)

@@ -12,7 +12,8 @@ from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.document_attention import CudaVarlen
 from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
-from tests.pipeline.test_attention import PARTS, causal, relative, sliced, tensors, whole
+from tests.pipeline.test_attention import PARTS, causal, sliced, tensors, whole
+from tests.pipeline.training import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LENGTHS = [40, 3, 64, 1, 20]
@@ -32,7 +33,7 @@ def check(dtype, mask=None, scale=None, **shape):
 
 def assert_close(got, wanted):
     for name, a, b in zip(PARTS, got, wanted, strict=True):
-        assert relative(a, b) <= TOLERANCE[a.dtype], (name, relative(a, b))
+        assert difference(a, b) <= TOLERANCE[a.dtype], (name, difference(a, b))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -93,7 +94,7 @@ def test_dropout_is_the_same_in_forward_and_backward(dtype, kv_heads, masked):
             return sliced(q, k, v, grad, LENGTHS, mask=mask, dropout_p=dropout_p)
 
     (out, _, _, dv), again, kept = drawn(0.3), drawn(0.3)[0], drawn(0.0)[0]
-    assert torch.equal(out, again) and relative(out, kept) > 0.05
+    assert torch.equal(out, again) and difference(out, kept) > 0.05
     # for one drawn mask the output is linear in v: <grad, out> is <dv, v> only if backward drew the same
     products = grad.double() * out.double()
     assert abs(products.sum() - (dv.double() * v.double()).sum()) / products.norm() < 0.05

@@ -13,8 +13,7 @@ from torch import Tensor
 from ds_terapipe.pipeline.operators.context import PlacementError
 from ds_terapipe.pipeline.runtime import PipelineRuntime
 from ds_terapipe.schedule import Action
-from tests.megatron.common import MICRO_BATCH, Model, batches
-from tests.megatron.common import build as build_megatron
+from tests.megatron.common import MICRO_BATCH, Model, batches, build as build_megatron
 from tests.pipeline.host_reads import host_reads
 from tests.pipeline.models import Block, masked_loss, micro_batch, tied_gpt
 from tests.pipeline.training import build_engine

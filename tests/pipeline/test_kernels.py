@@ -12,17 +12,7 @@ import torch
 
 from ds_terapipe.pipeline.operators import cudnn_attention, kernels
 from ds_terapipe.pipeline.operators.cudnn_attention import CudaCudnn
-from ds_terapipe.pipeline.operators.kernels import (
-    Attention,
-    Call,
-    CpuFlash,
-    CudaEfficient,
-    CudaFlash,
-    Formula,
-    causal_mask,
-    choose,
-    choose_on_cuda,
-)
+from ds_terapipe.pipeline.operators.kernels import Call, CpuFlash, CudaEfficient, CudaFlash, Formula, choose
 from tests.pipeline.test_attention import whole
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -190,7 +180,7 @@ def test_explicit_masks_of_all_shapes_with_rows_that_see_nothing(kernel, shape, 
 def test_attention_of_keys_that_are_all_there(rows, columns, window):
     leaves = [t.requires_grad_() for t in (drawn(6, rows), drawn(2, columns), drawn(2, columns, seed=1))]
     grad = drawn(6, rows, seed=2)
-    out = Attention.apply(*leaves, Call(0.0, 0.3, window=window))
+    out = kernels.Attention.apply(*leaves, Call(0.0, 0.3, window=window))
     got = out, *torch.autograd.grad(out, leaves, grad)
     for a, b in zip(got, expected(grad, *leaves, lower_right(rows, columns, window), 0.3), strict=True):
         assert (a - b).norm() <= 1e-12 * b.norm().clamp(min=0.1)
@@ -223,7 +213,7 @@ def test_the_choice_on_cuda(given, flash, efficient, wanted):
     q, k = torch.zeros(1, 4, 8, given["d"]), torch.zeros(1, given["kv_heads"], 24, given["d"])
     v = k if "value" not in given else k[..., : given["value"]]
     asked = partial(can, flash, True), partial(can, efficient, False)
-    assert choose_on_cuda(q, k, v, given["mask"], given["call"], *asked) is wanted
+    assert kernels.choose_on_cuda(q, k, v, given["mask"], given["call"], *asked) is wanted
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -267,9 +257,9 @@ def test_cudnn_where_pytorch_would_run_it_and_for_so_many_shapes(given, kernel, 
 def test_a_small_mask_is_kept_for_the_next_call_on_the_host_alone():
     arguments, large = (4, 9, 1, torch.float32), (512, 2048, 1, torch.float32)
     host, device = torch.device("cpu"), torch.device("meta")
-    assert causal_mask(*arguments, host) is causal_mask(*arguments, host)
-    assert causal_mask(*large, host) is not causal_mask(*large, host), "4 MiB"
-    assert causal_mask(*arguments, device) is not causal_mask(*arguments, device), "it would take a device's memory"
+    assert kernels.causal_mask(*arguments, host) is kernels.causal_mask(*arguments, host)
+    assert kernels.causal_mask(*large, host) is not kernels.causal_mask(*large, host), "4 MiB"
+    assert kernels.causal_mask(*arguments, device) is not kernels.causal_mask(*arguments, device), "it would take memory"
 
 
 def test_the_fused_kernel_is_chosen_wherever_it_can_run():

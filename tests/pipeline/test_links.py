@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport import boundary
-from ds_terapipe.pipeline.transport import p2p as links_module
+from ds_terapipe.pipeline.transport import boundary, p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
 from ds_terapipe.pipeline.transport.channels import Channels, channels_of
 from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
@@ -123,13 +121,6 @@ def all_kinds(unit: Unit) -> tuple[Tensor, ...]:
     return tuple(t.requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors)
 
 
-def same(got: Any, sent: Any) -> bool:
-    return len(got) == len(sent) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.requires_grad == b.requires_grad and torch.equal(a, b)
-        for a, b in zip(got, sent, strict=True)
-    )
-
-
 def test_tensors_of_a_message_are_aligned_and_writing_into_one_leaves_the_others_unwritten():
     sent = all_kinds(Unit(0, 1))
     message, tensors = boundary.new_message(BoundarySpec.of(sent), CPU)
@@ -167,7 +158,9 @@ class Line:
         for unit in units:
             sent = tensors(unit)
             if rank > 0:
-                assert same(links.receive_forward(rank, unit), sent), unit
+                got = links.receive_forward(rank, unit)
+                torch.testing.assert_close(got, sent, rtol=0, atol=0, msg=str(unit))
+                assert [each.requires_grad for each in got] == [each.requires_grad for each in sent], unit
             if rank < self.last:
                 links.send_forward(rank, unit, sent)
         for unit in units[::-1]:

@@ -18,8 +18,7 @@ from ds_terapipe.pipeline.placing import placement_of
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import Placement
-from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS
-from tests.elastic.test_elastic_wrapped import kept
+from tests.elastic.test_elastic_wrapped import KEYS as MOMENTS, kept
 from tests.elastic.training import FusedAdamOnCPU
 from tests.megatron import common
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, Tokens, gpt, masked_loss, steps_of, tied_gpt
@@ -27,7 +26,7 @@ from tests.pipeline.test_frozen import frozen
 from tests.pipeline.training import allow_fp16, build_engine, raised, train
 from tests.rows.train import GIVEN
 from tests.spawn import launched
-from tests.threads import Threads
+from tests.threads import on_threads
 
 FROZEN, TRAINED, NOTHING = "F", "T", "."  # a layer with frozen weights, with trained ones, with none
 
@@ -46,7 +45,7 @@ def placed(*places: Any, own: Any = ()) -> Placement:
         place = {"_local_start": np.int64(start), "_local_stop": start + len(functions), "forward_funcs": functions}
         modules.append(SimpleNamespace(stage_id=number, tied_comms={}, parameters=partial(list, weights), **place))
         start += len(kinds)
-    found = Threads(len(modules)).run(lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))
+    found = on_threads(len(modules), lambda rank, gather: placement_of(modules[rank], SimpleNamespace(gather=gather)))
     assert all(other == found[0] for other in found)
     assert {type(n) for n in (found[0].forward_only, *found[0].stages[0], *found[0].stages[-1])} == {int}
     return found[0]

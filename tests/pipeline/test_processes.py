@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from ds_terapipe.pipeline.transport import board as board_module
-from ds_terapipe.pipeline.transport import guard
-from ds_terapipe.pipeline.transport import processes as processes_module
+from ds_terapipe.pipeline.transport import board as board_module, guard, processes as processes_module
 from ds_terapipe.pipeline.transport.board import Board
 from ds_terapipe.pipeline.transport.processes import Processes
 from tests.spawn import mark, run_to_exit
@@ -125,11 +123,9 @@ def test_a_guard_kills_only_a_process_that_stays_stopped(monkeypatch, beats, sta
             left.pop(0)
         return [0] if beat_comes else [], [], []
 
-    def kill(*args):
-        killed.append(len(beats) - len(left))
-
     # names of the module alone: threads of other tests use os.kill, too
-    system = SimpleNamespace(getppid=lambda: 7, read=lambda *args: left.pop(0), kill=kill)
+    system = SimpleNamespace(getppid=lambda: 7, read=lambda *args: left.pop(0))
+    system.kill = lambda *args: killed.append(len(beats) - len(left))
     monkeypatch.setattr(guard, "os", system)
     monkeypatch.setattr(guard, "select", SimpleNamespace(select=wait_a_second))
     monkeypatch.setattr(guard, "look", lambda pid: (state, "0"))

@@ -40,18 +40,15 @@ class Noisy(nn.Module):
         return hidden + hidden.tanh() * kept
 
 
-class Holder(nn.Module):
+def holder_of(local_start: int, checkpoint: Any, seeded: bool) -> nn.Module:
     """Attributes that layers read of their ``PipelineModule``."""
-
-    def __init__(self, local_start: int, checkpoint: Any, seeded: bool) -> None:
-        super().__init__()
-        self._local_start, self._local_stop, self.micro_offset, self.curr_layer = local_start, 99, 0, 0
-        self.seed_layers, self.base_seed, self.seed_fn = seeded, 5, torch.manual_seed
-        self.activation_checkpoint_interval = 2 if checkpoint is not None else 0
-        self.activation_checkpoint_func = checkpoint
-
-    def _is_checkpointable(self, functions: Any) -> bool:
-        return True
+    holder, interval = nn.Module(), 2 if checkpoint is not None else 0
+    vars(holder).update(
+        _local_start=local_start, _local_stop=99, micro_offset=0, curr_layer=0, seed_layers=seeded, base_seed=5,
+        seed_fn=torch.manual_seed, activation_checkpoint_interval=interval, activation_checkpoint_func=checkpoint,
+        _is_checkpointable=lambda functions: True,
+    )  # fmt: skip
+    return holder
 
 
 class Found:
@@ -69,7 +66,7 @@ class Found:
         losses = StepLosses(batch, lambda outputs, labels: (outputs * labels).square().mean(), (TensorCut(1),))
         make = None if seed is None else partial(RandomStreams, seed)
         seeded = len(places) > 1 and seed is not None  # by DeepSpeed, by their place: which changes nothing
-        holder = partial(Holder, checkpoint=checkpoint, seeded=seeded)
+        holder = partial(holder_of, checkpoint=checkpoint, seeded=seeded)
         own = assemblies(placement, layers, PlainGradients(1), holder, make)
         torch.manual_seed(sum(places) + slices)  # of the user's, whatever it is
         before = torch.get_rng_state()

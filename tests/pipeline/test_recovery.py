@@ -43,7 +43,7 @@ def engine_of(layers: Any, slices: int = SLICES, timeout_s: float = 60, **option
     return build_engine(layers, mean_loss, token_pipeline={"slices": slices, "timeout_s": timeout_s}, **options)
 
 
-def come_back(rank: int) -> dict[str, list[str]]:
+def come_back(rank: int, world_size: int) -> dict[str, list[str]]:
     """Errors before the first action of a step, each followed by a step that succeeds."""
     engine = engine_of(FAULTY)
     if rank == 1:
@@ -56,7 +56,7 @@ def come_back(rank: int) -> dict[str, list[str]]:
     return found
 
 
-def break_down(rank: int) -> dict[str, list[str]]:
+def break_down(rank: int, world_size: int) -> dict[str, list[str]]:
     """An error in the middle of a step, on the last stage; the other one waits in vain. A call after that is told."""
     engine = engine_of(FAULTY, timeout_s=10)
     found = {"good": [raised(lambda: engine.train_batch(data()))]}
@@ -72,7 +72,7 @@ def break_down(rank: int) -> dict[str, list[str]]:
     return found
 
 
-def autocast(rank: int) -> dict[str, Any]:
+def autocast(rank: int, world_size: int) -> dict[str, Any]:
     """How often weight gradients that wait are made, and whether they may wait."""
     engine = engine_of(gpt(4), config=AUTOCAST)
     engine.train_batch(data())
@@ -83,11 +83,7 @@ def autocast(rank: int) -> dict[str, Any]:
     return {"waiting": waiting, "refused": refused}
 
 
-def everything(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return [come_back(rank), autocast(rank), break_down(rank)]
-
-
-ranks = launched(everything, 2)
+ranks = launched([come_back, autocast, break_down], 2)
 
 
 def test_after_an_error_before_the_step_an_engine_goes_on(ranks):

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 from torch import Tensor, nn
 
 from ds_terapipe.pipeline.batch import StepBatch

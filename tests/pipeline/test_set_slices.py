@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 
@@ -28,56 +29,34 @@ ASSIGNED: list[tuple[str, str, Any, str]] = [
 ]
 
 
-class Calls(Observer):
-    """Writes down how it is called."""
-
-    watches = True
-
-    def __init__(self, name: str, calls: list[Any], watches: bool = True) -> None:
-        self.name, self.calls, self.watches = name, calls, watches  # type: ignore[misc]
-
-    def step_begins(self) -> None:
-        self.calls.append((self.name, "step begins"))
-
-    def action_begins(self, index: int, action: Action) -> None:
-        self.calls.append((self.name, index, action))
-
-    def message(self, stage: int, name: str, value: Any) -> None:
-        self.calls.append((self.name, stage, name))
-
-    def action_ends(self, action: Action) -> None:
-        self.calls.append((self.name, "ends", action))
-
-    def step_ends(self) -> None:
-        self.calls.append((self.name, "step ends"))
-
-
 def calls_of(row: Sequence[Action]) -> list[Any]:
     """The calls of two observers in a step."""
-    names, messages = ("outer", "inner"), {Op.RECV_FORWARD: "received", Op.SEND_FORWARD: "sent"}
-    calls: list[Any] = [(name, "step begins") for name in names]
+    both, messages = (call.outer, call.inner), {Op.RECV_FORWARD: "received", Op.SEND_FORWARD: "sent"}
+    calls = [each.step_begins() for each in both]
     for index, action in enumerate(row):
-        calls += [(name, index, action) for name in names]
-        calls += [(name, action.stage, messages[action.op]) for name in names if action.op in messages]
-        calls += [(name, "ends", action) for name in names[::-1]]
-    return [*calls, *((name, "step ends") for name in names)]
+        calls += [each.action_begins(index, action) for each in both]
+        calls += [each.message(action.stage, messages[action.op], ANY) for each in both if action.op in messages]
+        calls += [each.action_ends(action) for each in both[::-1]]
+    return [*calls, *(each.step_ends() for each in both)]
 
 
 def cut_again_and_again(rank: int, keys: dict[str, Any]) -> dict[str, Any]:
     engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
-    calls: list[Any] = []
-    engine.observers += [Calls("outer", calls), Calls("off", calls, watches=False), Calls("inner", calls)]
+    seen = Mock()
+    for name in ("outer", "off", "inner"):
+        seen.attach_mock(observer := Mock(Observer, watches=name != "off"), name)
+        engine.observers.append(observer)
     steps: list[Any] = []
     live: list[int] = []
 
     def step() -> None:
         number = len(steps)
-        calls.clear()
+        seen.reset_mock()
         engine.train_batch(iter([micro_batch(10 * number + m, TOKENS) for m in range(MICRO_BATCHES)]))
         live.append(engine.peak_live_units)
         row = engine._watchdog._grid[rank]
-        weights = sum(action.op is Op.WEIGHT_GRADIENTS for action in row)
-        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights, calls == calls_of(row)))
+        weights, told = sum(action.op is Op.WEIGHT_GRADIENTS for action in row), calls_of(row) == seen.mock_calls
+        steps.append((engine.slices_run, engine.units_run, engine.token_pipeline.schedule, weights, told))
 
     found: dict[str, Any] = {"at first": (engine.slices_run, engine.units_run)}
     of = {"engine": engine, "block": engine.token_pipeline}

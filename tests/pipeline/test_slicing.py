@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, probe_spans

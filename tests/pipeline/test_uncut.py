@@ -76,7 +76,7 @@ def course(engine: Any) -> dict[str, Any]:
     return {"losses": trace.losses, "evaluated": evaluated, "weights": trace.weights, "kind": (kind, intercepted)}
 
 
-def checkpointed(rank: int) -> dict[str, Any]:
+def checkpointed(rank: int, world_size: int) -> dict[str, Any]:
     """Contiguous checkpoints uncut and cut."""
     steps, results = steps_of(STEPS, MICRO_BATCHES), {}
     for name, key in {"DeepSpeed": None, "ours": WHOLE}.items():
@@ -93,7 +93,7 @@ def checkpointed(rank: int) -> dict[str, Any]:
     return results
 
 
-def compiled() -> dict[str, Any]:
+def compiled(rank: int, world_size: int) -> dict[str, Any]:
     """Layers that are compiled before the engine is there, and by ``engine.compile()``, uncut and cut."""
     specs = [LayerSpec(kind) for kind in (Embedding, CompiledBlock, CompiledBlock, Head)]
     results: dict[str, Any] = {"uncompiled": course(build(gpt(2), token_pipeline=None))}
@@ -113,7 +113,7 @@ def compiled() -> dict[str, Any]:
     return results
 
 
-def own_forward() -> dict[str, Any]:
+def own_forward(rank: int, world_size: int) -> dict[str, Any]:
     """A module whose own forward does something, uncut."""
     results: dict[str, Any] = {"DeepSpeed": course(build(gpt(), token_pipeline=None, kind=Halving))}
     engine = build(gpt(), token_pipeline=WHOLE, kind=Halving)
@@ -122,11 +122,7 @@ def own_forward() -> dict[str, Any]:
     return results
 
 
-def everything(rank: int, world_size: int) -> tuple[dict[str, Any], ...]:
-    return checkpointed(rank), compiled(), own_forward()
-
-
-ranks = launched(everything, 2, timeout=240)
+ranks = launched([checkpointed, compiled, own_forward], 2, timeout=240)
 
 
 def check_same(ours: dict[str, Any], deepspeeds: dict[str, Any]) -> None:

@@ -342,8 +342,6 @@ def test_the_first_rows_of_a_table_become_the_slices_own():
 
 
 def test_one_wrong_token_of_many_is_found(context):
-    def third(tokens):
-        return tokens + (torch.arange(tokens.shape[1]) == 3) * (tokens.shape[1] == 4)
-
+    third = changing(64, lambda tokens: tokens + (torch.arange(tokens.shape[1]) == 3) * (tokens.shape[1] == 4))
     with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
-        look(context, [changing(64, third)], torch.zeros(1, 64).long(), (60, 4))
+        look(context, [third], torch.zeros(1, 64).long(), (60, 4))

@@ -7,8 +7,10 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -16,8 +18,7 @@ import torch.distributed
 
 from ds_terapipe.job import Job
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport import board, positions, processes
-from ds_terapipe.pipeline.transport import watchdog as watchdog_module
+from ds_terapipe.pipeline.transport import board, positions, processes, watchdog as watchdog_module
 from ds_terapipe.pipeline.transport.positions import Position
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog, launching
 from ds_terapipe.schedule import Action, Placement, order, with_messages
@@ -135,22 +136,9 @@ def watchdog(store):
     watchdog.close()
 
 
-class Message:
-    """One that arrives when ``arrive`` has run, which may raise."""
-
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self.arrive = arrive
-
-    def wait(self, timeout: timedelta) -> None:
-        assert timeout == timedelta(seconds=5)
-        self.arrive()
-
-
-def fails(error: BaseException) -> Message:
-    def arrive() -> None:
-        raise error
-
-    return Message(arrive)
+def message(effect: Any) -> Mock:
+    """One whose wait has this effect: a call, or an error."""
+    return Mock(**{"wait.side_effect": effect})
 
 
 CLOSED = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::1]:7. This is typically caused by what")
@@ -158,10 +146,11 @@ CLOSED = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [::
 
 def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):
     watchdog.begin(0, GRID, VIEW)
+    arriving = message(lambda limit: clock.sleep(1.0))
     with watchdog.waiting("what holds the next one"):
-        watchdog.wait(Message(lambda: clock.sleep(1.0)), "a message")
+        watchdog.wait(arriving, "a message")
         clock.sleep(0.5)
-    assert watchdog.waited_s == 1.5
+    assert watchdog.waited_s == 1.5 and arriving.wait.mock_calls == [call(timedelta(seconds=5))]
     with watchdog.waiting("work in which others are waited for", counts=False):
         clock.sleep(1.0)
     assert watchdog.waited_s == 1.5
@@ -181,7 +170,7 @@ def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog)
         torch.distributed.DistBackendError("remote process exited"),
     ):
         with pytest.raises(PipelineStalled) as caught:
-            watchdog.wait(fails(error), "activations of 0.1 from rank 1")
+            watchdog.wait(message(error), "activations of 0.1 from rank 1")
         assert caught.value.__cause__ is error
 
 
@@ -191,7 +180,7 @@ def test_the_report(watchdog, store, caplog):
     watchdog.begin(4, GRID, VIEW)
     watchdog.action_begins(8, ACTION)
     with pytest.raises(PipelineStalled) as caught, watchdog.waiting("the optimiser step of the other ranks"):
-        watchdog.wait(fails(CLOSED), GRADIENTS)
+        watchdog.wait(message(CLOSED), GRADIENTS)
     lines = str(caught.value).splitlines()
     assert lines[:3] == [
         f"rank 0 (stage 0) waited 0.0 s for {GRADIENTS} in step 4: Connection closed by peer [::1]:7 "
@@ -213,7 +202,7 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock
     store.lost = how
     text = r"positions unknown: the process with the store .* does not answer\nstep"
     with pytest.raises(PipelineStalled, match=text):
-        watchdog.wait(fails(CLOSED), "activations of 0.1 from rank 1")
+        watchdog.wait(message(CLOSED), "activations of 0.1 from rank 1")
     assert not store.held
     asked = store.asked
     clock.watch(iter([None] * 3))
@@ -314,55 +303,32 @@ def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
         raise ValueError("Connection closed")  # a user's
 
 
-class Streamed:
-    """A message that a stream waits for."""
-
-    waits = 0
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        assert timeout is None, "a wait with a time limit blocks the host on a device"
-        self.waits += 1
-        return True
-
-
-class Point:
-    """A mark that the stream comes to when the test says so."""
-
-    def __init__(self) -> None:
-        self.reached = False
-
-    def is_completed(self) -> bool:
-        return self.reached
-
-
 @pytest.fixture
-def points() -> list[Point]:
-    return []
-
-
-@pytest.fixture
-def streamed(store, points, monkeypatch):
-    """A watchdog of a device's stream, whose marks are ``points``."""
+def streamed(store, monkeypatch):
+    """A watchdog of a device's stream, and the stream's marks, which it comes to when the test says so."""
+    points = []
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: points.append(device))
-    watchdog = Watchdog(VIEW, 3.0, lambda: points.append(Point()) or points[-1], torch.device("cuda", 3))
-    yield watchdog
+    new_point = partial(Mock, **{"is_completed.return_value": False})
+    watchdog = Watchdog(VIEW, 3.0, lambda: points.append(new_point()) or points[-1], torch.device("cuda", 3))
+    yield watchdog, points
     watchdog.close()
 
 
-def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, points, store, clock, caplog):
+def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_reported(streamed, store, clock, caplog):
+    watchdog, points = streamed
     store.say(KEY.format(1), note="waits 2.0 s for activations of 0.0 from rank 0")
-    streamed.begin(4, GRID, VIEW)
-    message = Streamed()
+    watchdog.begin(4, GRID, VIEW)
+    arriving = Mock()
     for index in range(8):  # the host is through long before the stream
-        streamed.action_begins(index, ACTION)
-        streamed.wait(message, f"gradients of 0.{index} from rank 1")
-    assert message.waits == 8
+        watchdog.action_begins(index, ACTION)
+        watchdog.wait(arriving, f"gradients of 0.{index} from rank 1")
+    assert arriving.wait.mock_calls == [call()] * 8, "a wait with a time limit blocks the host on a device"
 
     def course() -> Iterator[None]:
         for point in points[:6]:
             yield from (None, None)  # in all longer than the limit
-            point.reached = True
+            point.is_completed.return_value = True
         assert not caplog.messages
         yield from itertools.repeat(None, 99)
 
@@ -379,4 +345,4 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
 
 def test_a_groups_own_limit_is_the_last_resort(streamed, watchdog):
     assert watchdog.group_timeout_s == watchdog.timeout_s  # the host's waits end by it
-    assert streamed.group_timeout_s > 2 * streamed.timeout_s
+    assert streamed[0].group_timeout_s > 2 * streamed[0].timeout_s

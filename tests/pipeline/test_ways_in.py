@@ -27,7 +27,7 @@ def specs(layer: type) -> list[LayerSpec]:
     return [LayerSpec(kind) for kind in (Embedding, layer, layer, Head)]
 
 
-def every_way() -> dict[str, dict[str, float]]:
+def every_way(rank: int, world_size: int) -> dict[str, dict[str, float]]:
     """For each way: by how much losses, gradients, weights and the evaluation differ from one process, unsliced."""
     result = {}
     for name, (layer, options) in WAYS.items():
@@ -54,7 +54,7 @@ def every_way() -> dict[str, dict[str, float]]:
     return result
 
 
-def refused() -> dict[str, str]:
+def refused(rank: int, world_size: int) -> dict[str, str]:
     """The errors of the first batch, or of the construction, for models that can't be placed."""
     said = {}
 
@@ -85,11 +85,7 @@ def refused() -> dict[str, str]:
     return said
 
 
-def work(rank: int, world_size: int):
-    return every_way(), refused()
-
-
-alone = launched(work, 1)
+alone = launched([every_way, refused], 1)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -136,13 +132,6 @@ def test_a_call_that_cannot_be_placed_is_an_error(context, before, calls, text):
         calls_of(context, Span(4, 8, 8), *calls)
 
 
-def look_at(context, *calls):
-    """Look at a layer that makes these calls, which an engine does before the first step."""
-    for span in probe_spans(8):
-        calls_of(context, span, *calls)
-    context.clear()
-
-
 def with_mask(q, k, v, flag=False):
     return sdpa(q, k, v, attn_mask=torch.ones(q.shape[-2], 8, dtype=torch.bool), is_causal=flag)
 
@@ -160,7 +149,9 @@ NEVER_CAUSAL = {
 @pytest.mark.parametrize("first", [True, False])
 def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(context, name, first):
     calls = NEVER_CAUSAL[name]
-    look_at(context, *calls)
+    for span in probe_spans(8):  # an engine looks at a layer before the first step
+        calls_of(context, span, *calls)
+    context.clear()
     for span in () if first else (Span(0, 4, 8), Span(4, 7, 8)):
         calls_of(context, span, *calls)
     with pytest.raises(ConfigError, match=r"attention that is not causal \(layer 5, micro-batch 3, tokens"):
@@ -168,11 +159,9 @@ def test_one_token_without_a_flag_is_refused_where_more_tokens_did_not_have_it(c
 
 
 def test_recomputation_of_a_step_that_overflowed_is_placed(context):
-    def overflowed(q, k, v):
-        return attend(q, k * float("nan"), v)
-
+    overflowed = partial(checkpoint, lambda q, k, v: attend(q, k * float("nan"), v), use_reentrant=False)
     for span in (Span(0, 4, 8), Span(4, 8, 8)):
-        (out,) = run(context, span, lambda: checkpoint(overflowed, *rows(4), use_reentrant=False))
+        (out,) = run(context, span, partial(overflowed, *rows(4)))
     with context.backward(Unit(3, 0), Span(4, 8, 8)):
         out.sum().backward()
 
@@ -204,13 +193,9 @@ def test_outside_slices_and_without_an_engine_nothing_changes(grad):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
-    def noisy(q, k, v):
-        return attend(q, k * torch.rand(()), v)
-
-    outs = [
-        run(context, span, lambda: checkpoint(noisy, *rows(4), use_reentrant=reentrant, preserve_rng_state=False))
-        for span in (Span(0, 4, 8), Span(4, 8, 8))
-    ]
+    options = {"use_reentrant": reentrant, "preserve_rng_state": False}
+    noisy = partial(checkpoint, lambda q, k, v: attend(q, k * torch.rand(()), v), **options)
+    outs = [run(context, span, partial(noisy, *rows(4))) for span in (Span(0, 4, 8), Span(4, 8, 8))]
     error = pytest.raises(PlacementError, match=r"deterministic.*preserve_rng_state")
     with context.backward(Unit(3, 0), Span(4, 8, 8)), error:
         outs[1][0].sum().backward()

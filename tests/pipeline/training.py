@@ -81,9 +81,8 @@ def build_engine(
     kind: type[PipelineModule] = PipelineModule, made: PipelineModule | None = None, **initialize: Any,
 ) -> Any:  # fmt: skip
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
-    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``,
-    or of ``kind``, a class made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable
-    ``optimizer`` makes."""
+    DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``, or of ``kind``, a class
+    made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable ``optimizer`` makes."""
     options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
     model = made or kind(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
     if dtype == torch.float64:
@@ -126,9 +125,27 @@ def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], 
 
     Ours must have run every step in the slices of its configuration, on tokens [b, s], or this fails.
     """
-    ours = hasattr(engine, "slices_run")
+    ours, trace, step_taken = hasattr(engine, "slices_run"), Trace(), engine._take_model_step
+
+    def observed(*args: Any, **kwargs: Any) -> None:
+        found = {name: _gradient(engine, p) for name, p in engine.module.named_parameters()}
+        trace.gradients.append({name: g.detach().cpu().clone() for name, g in found.items() if g is not None})
+        step_taken(*args, **kwargs)
+
+    engine._take_model_step = observed
     with watched(engine) if ours else nullcontext() as ran:
-        return _train(engine, steps, after_step, (lambda step: _check_ran(engine, ran, step)) if ours else None)
+        for step in steps:
+            mean = engine.train_batch(iter(mine(engine, step)))
+            if ran is not None:
+                _check_ran(engine, ran, mine(engine, step))
+            exact = engine.total_loss / engine.micro_batches if engine.is_last_stage() else mean
+            trace.losses.append(float(exact if exact.dtype == torch.float64 else mean))
+            trace.norms.append(float(engine.get_global_grad_norm() or 0.0))
+            if after_step is not None:
+                after_step()
+    engine._take_model_step = step_taken
+    trace.weights = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
+    return trace
 
 
 def _check_ran(engine: Any, ran: Ran, step: Sequence[Any]) -> None:
@@ -140,32 +157,6 @@ def _check_ran(engine: Any, ran: Ran, step: Sequence[Any]) -> None:
     # layers with one call of attention: of the tests' GPT, or of ds_terapipe.hf, which is not imported here
     blocks = sum(any(isinstance(m, Block) or type(m).__name__ == "Decoder" for m in layer.modules()) for layer in holders)
     ran.check(lengths, blocks or None)
-
-
-def _train(
-    engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], None] | None,
-    check_ran: Callable[[Sequence[Any]], None] | None,
-) -> Trace:  # fmt: skip
-    trace, step_taken = Trace(), engine._take_model_step
-
-    def observed(*args: Any, **kwargs: Any) -> None:
-        found = {name: _gradient(engine, p) for name, p in engine.module.named_parameters()}
-        trace.gradients.append({name: g.detach().cpu().clone() for name, g in found.items() if g is not None})
-        step_taken(*args, **kwargs)
-
-    engine._take_model_step = observed
-    for step in steps:
-        mean = engine.train_batch(iter(mine(engine, step)))
-        if check_ran is not None:
-            check_ran(mine(engine, step))
-        exact = engine.total_loss / engine.micro_batches if engine.is_last_stage() else mean
-        trace.losses.append(float(exact if exact.dtype == torch.float64 else mean))
-        trace.norms.append(float(engine.get_global_grad_norm() or 0.0))
-        if after_step is not None:
-            after_step()
-    engine._take_model_step = step_taken
-    trace.weights = {name: p.detach().cpu().clone() for name, p in engine.module.named_parameters()}
-    return trace
 
 
 def _gradient(engine: Any, parameter: nn.Parameter) -> Tensor | None:

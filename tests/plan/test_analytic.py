@@ -4,8 +4,7 @@ import dataclasses
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.analytic import AnalyticCost

@@ -5,8 +5,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.autotune.run_info import RunInfo, mismatch

@@ -5,8 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost

@@ -5,8 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.plan.slices import Cuts, best_cut, even_cuts, slice_times

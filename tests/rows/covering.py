@@ -3,7 +3,8 @@
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from inspect import signature
+from typing import Any
 
 _TRIES = 12  # rows that are made before the best one is kept
 _MOST = 200  # tries after which a pair counts as impossible
@@ -11,22 +12,17 @@ _MOST = 200  # tries after which a pair counts as impossible
 Choice = tuple[str, Any]
 
 
-class Rule(NamedTuple):
-    """A combination of values that there can be: ``holds`` of the values of ``factors``."""
+class Rule:
+    """A combination of values that there can be: ``holds`` of the values of ``factors``, or of those that it names."""
 
-    factors: tuple[str, ...]
-    holds: Callable[..., bool]
+    def __init__(self, holds: Callable[..., bool], *factors: str) -> None:
+        self.holds, self.factors = holds, factors or tuple(signature(holds).parameters)
 
 
 def covering(factors: Mapping[str, Sequence[Any]], rules: Sequence[Rule], seed: int = 0) -> list[dict[str, Any]]:
     """Make rows that cover all pairs of values that the rules allow; the same rows for the same arguments.
 
-    Greedy, after Cohen et al., "The AETG system" (IEEE TSE 23(7), 1997).
-
-    Args:
-        factors: values by name.
-        rules: conditions that each row must meet.
-        seed: of the order in which values are tried.
+    Greedy, after Cohen et al., "The AETG system" (IEEE TSE 23(7), 1997). The seed is of the order in which values are tried.
     """
     drawn = random.Random(seed)
     wanted = {frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(factors, 2) for x in factors[a] for y in factors[b]}

@@ -1,8 +1,7 @@
 """A row's training in one process, in plain PyTorch: no slices, no stages, no engine."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -59,8 +58,7 @@ def _train(row: Row, dtype: torch.dtype, start: torch.dtype) -> Trained:
     return Trained(losses, {name: g.cpu().double().numpy() for name, g in first.items()}, weights)
 
 
-@contextmanager
-def documents_apart(tokens: Tensor) -> Iterator[None]:
+def documents_apart(tokens: Tensor) -> AbstractContextManager[Any]:
     """Context manager in which causal attention has a mask of tokens by tokens that hides other documents."""
     attention, numbers = F.scaled_dot_product_attention, document_numbers(tokens)
     visible = (numbers[:, None, :, None] == numbers[:, None, None]).tril()
@@ -69,8 +67,7 @@ def documents_apart(tokens: Tensor) -> Iterator[None]:
         assert is_causal and attn_mask is None
         return attention(*args, attn_mask=visible, **kwargs)
 
-    with mock.patch.object(F, "scaled_dot_product_attention", masked):
-        yield
+    return mock.patch.object(F, "scaled_dot_product_attention", masked)
 
 
 def _step(model: Any, loss_fn: Any, step: list[Any], trained: dict[str, nn.Parameter], scale: float, packed: bool) -> float:

@@ -39,49 +39,31 @@ class Layout(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A training.
+    """A training."""
 
-    Attributes:
-        model: "gpt", "tied" (its head has the embedding's table), "writing" (layers write into their inputs); with
-            megatron-core's layers "megatron" (biases, learned positions, tied) and "modern" (grouped queries, RMS norm,
-            SwiGLU, rotary positions).
-        layout: when it starts.
-        slices, schedule, weight_gradients: of ``token_pipeline``.
-        micro_batches: of a step, over all replicas; two sequences each.
-        precision, optimizer: of ``models.py``.
-        loss: "own" of the model, "masked" (its denominator depends on the data), "per token" (the same in slices), "focused"
-            (no sum over tokens).
-        recompute: ``activation_checkpoint_interval``.
-        clip: ``gradient_clipping``.
-        freeze: "none", "by hand" (the first two entries, by ``requires_grad``), "schedule" (`FREEZES`).
-        resize: "off", "once" (to `Layout.other`), "and back".
-        cache: whether the outputs of frozen layers are kept.
-        packed: whether a sequence has several documents.
-        sequence_parallel: whether tensor-parallel ranks share the tokens between layers, as Megatron's do.
-        placement: "plain", or two stages on a place: "interleaved" or "v".
-        queues: hardware queues of a device, ``CUDA_DEVICE_MAX_CONNECTIONS``; no factor, since a CPU has none.
-        resume: "no", or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`).
-    """
-
+    # "gpt", "tied" (its head has the embedding's table), "writing" (layers write into their inputs); with megatron-core's layers
+    # "megatron" (biases, learned positions, tied) and "modern" (grouped queries, RMS norm, SwiGLU, rotary positions)
     model: str = "gpt"
-    layout: Layout = Layout(2, 1, 1)
+    layout: Layout = Layout(2, 1, 1)  # when it starts
     slices: Any = UNEVEN
     schedule: str = "1f1b"
     weight_gradients: str = "auto"
-    micro_batches: int = 4
+    micro_batches: int = 4  # of a step, over all replicas; two sequences each
     precision: str = "fp32"
     optimizer: str = "adamw"
+    # "own" of the model, "masked" (its denominator depends on the data), "per token" (the same in slices), "focused" (no sum
+    # over tokens)
     loss: str = "masked"
-    recompute: int = 0
+    recompute: int = 0  # ``activation_checkpoint_interval``
     clip: float = 0.5
-    freeze: str = "none"
-    resize: str = "off"
-    cache: bool = False
-    packed: bool = False
-    sequence_parallel: bool = False
-    resume: str = "no"
-    placement: str = "plain"
-    queues: int = 8
+    freeze: str = "none"  # or "by hand" (the first two entries, by ``requires_grad``), "schedule" (`FREEZES`)
+    resize: str = "off"  # or "once" (to `Layout.other`), "and back"
+    cache: bool = False  # whether the outputs of frozen layers are kept
+    packed: bool = False  # whether a sequence has several documents
+    sequence_parallel: bool = False  # whether tensor-parallel ranks share the tokens between layers, as Megatron's do
+    resume: str = "no"  # or from a checkpoint in the middle, "here" or "elsewhere" (in `Layout.other`)
+    placement: str = "plain"  # or two stages on a place, "interleaved" or "v"
+    queues: int = 8  # hardware queues of a device, ``CUDA_DEVICE_MAX_CONNECTIONS``; no factor, since a CPU has none
 
     @property
     def is_elastic(self) -> bool:
@@ -149,57 +131,47 @@ FACTORS: dict[str, Sequence[Any]] = {
 OURS = ("gpt", "tied", "writing")
 
 RULES = (
-    Rule(("model", "layout"), lambda model, layout: layout.tensor == 1 or model in ("megatron", "modern")),
-    Rule(("layout", "sequence_parallel"), lambda layout, shares: layout.tensor > 1 or not shares),
-    Rule(("model", "loss"), lambda model, loss: (loss != "own") == (model in OURS)),
+    Rule(lambda model, layout: layout.tensor == 1 or model in ("megatron", "modern")),
+    Rule(lambda layout, sequence_parallel: layout.tensor > 1 or not sequence_parallel),
+    Rule(lambda model, loss: (loss != "own") == (model in OURS)),
     # the gradient of key biases is rounding, and in LAMB's norms
-    Rule(("model", "optimizer"), lambda model, optimizer: optimizer != "lamb" or model != "megatron"),
+    Rule(lambda model, optimizer: optimizer != "lamb" or model != "megatron"),
     # what is recomputed would be written into twice, in plain PyTorch too
-    Rule(("model", "recompute"), lambda model, recompute: recompute == 0 or model != "writing"),
-    Rule(("precision", "optimizer"), lambda precision, optimizer: precision != "fp64" or optimizer != "lamb"),
+    Rule(lambda model, recompute: recompute == 0 or model != "writing"),
+    Rule(lambda precision, optimizer: precision != "fp64" or optimizer != "lamb"),
     # megatron-core's layers have no fp16 on a CPU
-    Rule(("precision", "model"), lambda precision, model: precision != "fp16" or model in OURS),
-    Rule(("precision", "resize"), lambda precision, resize: precision != "fp64" or resize == "off"),
-    Rule(("precision", "freeze"), lambda precision, freeze: precision != "fp64" or freeze != "schedule"),
-    Rule(("precision", "cache"), lambda precision, cache: precision != "fp64" or not cache),
-    Rule(("precision", "resume"), lambda precision, resume: resume != "elsewhere" or precision not in ("fp64", "fp16")),
+    Rule(lambda precision, model: precision != "fp16" or model in OURS),
+    Rule(lambda precision, resize: precision != "fp64" or resize == "off"),
+    Rule(lambda precision, freeze: precision != "fp64" or freeze != "schedule"),
+    Rule(lambda precision, cache: precision != "fp64" or not cache),
+    Rule(lambda precision, resume: resume != "elsewhere" or precision not in ("fp64", "fp16")),
     # what DeepSpeed does at the end of a step knows nothing of shapes: few rows are enough
     *(
-        Rule(("precision", name), lambda precision, value, usual=usual: precision != "bf16 at once" or value == usual)
+        Rule(lambda precision, value, usual=usual: precision != "bf16 at once" or value == usual, "precision", name)
         for name, usual in (("layout", Layout(2, 1, 1)), ("freeze", "none"), ("resize", "off"), ("resume", "no"))
     ),
     # in which every replica has a micro-batch
     Rule(
-        ("layout", "micro_batches", "resize", "resume"),
         lambda layout, micro_batches, resize, resume: (
             micro_batches >= max(layout.replicas, layout.other.replicas if resize != "off" or resume == "elsewhere" else 1)
-        ),
+        )
     ),
     # all-reduces of four ranks on two cores take most of a row
-    Rule(
-        ("layout", "slices", "micro_batches"),
-        lambda layout, slices, micro_batches: layout.tensor == 1 or slices in (1, 2) or micro_batches == 2,
-    ),
-    Rule(("slices", "weight_gradients"), lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
-    Rule(("slices", "schedule"), lambda slices, schedule: slices != 1 or schedule in ("1f1b", "interleaved")),
-    Rule(("placement", "schedule"), lambda placement, schedule: placement != "plain" or schedule != "interleaved"),
-    Rule(("placement", "layout"), lambda placement, layout: placement == "plain" or layout.stages > 1),
+    Rule(lambda layout, slices, micro_batches: layout.tensor == 1 or slices in (1, 2) or micro_batches == 2),
+    Rule(lambda slices, weight_gradients: slices != 1 or weight_gradients == "auto"),
+    Rule(lambda slices, schedule: slices != 1 or schedule in ("1f1b", "interleaved")),
+    Rule(lambda placement, schedule: placement != "plain" or schedule != "interleaved"),
+    Rule(lambda placement, layout: placement == "plain" or layout.stages > 1),
     # where two stages on a place freeze and move, few rows are enough
     *(
-        Rule(
-            ("placement", "layout", name),
-            lambda placement, layout, value, no=no: placement == "plain" or layout.ranks == 2 or value not in no,
-        )
+        Rule(lambda at, layout, value, no=no: at == "plain" or layout.ranks == 2 or value not in no, "placement", "layout", name)
         for name, no in (("freeze", {"schedule"}), ("resize", {"once", "and back"}), ("cache", {True}), ("resume", {"elsewhere"}))
     ),
     # as many layers as stages: megatron-core's models have four
-    Rule(
-        ("placement", "layout", "model"),
-        lambda placement, layout, model: placement == "plain" or layout.stages == 2 or model in OURS,
-    ),
-    Rule(("cache", "freeze"), lambda cache, freeze: not cache or freeze != "none"),
+    Rule(lambda placement, layout, model: placement == "plain" or layout.stages == 2 or model in OURS),
+    Rule(lambda cache, freeze: not cache or freeze != "none"),
     # one entry of two that are tied cannot be frozen by hand
-    Rule(("model", "freeze"), lambda model, freeze: freeze != "by hand" or model not in ("tied", "megatron")),
+    Rule(lambda model, freeze: freeze != "by hand" or model not in ("tied", "megatron")),
 )
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from tests.pool import Launch
 from tests.rows.reference import references
 from tests.rows.row import FACTORS, Layout, Row, few_rows, rows

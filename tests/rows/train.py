@@ -46,19 +46,12 @@ class Trained(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A training on several ranks.
+    """A training on several ranks."""
 
-    Attributes:
-        trained: of rank 0.
-        again: losses and weights of a run that went on from the checkpoint; None: there is none.
-        wrong: facts of this rank that are not those of the row.
-        read: samples whose frozen outputs this rank took from the cache.
-    """
-
-    trained: Trained
-    again: Trained | None
-    wrong: list[str]
-    read: int
+    trained: Trained  # of rank 0
+    again: Trained | None  # losses and weights of a run that went on from the checkpoint
+    wrong: list[str]  # facts of this rank that are not those of the row
+    read: int  # samples whose frozen outputs this rank took from the cache
 
 
 def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model:

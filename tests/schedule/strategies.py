@@ -8,23 +8,9 @@ from typing import NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import (
-    ALL,
-    NAMES,
-    Action,
-    Group,
-    Op,
-    Placement,
-    Schedule,
-    ScheduleError,
-    Unit,
-    as_placement,
-    order,
-    register,
-    schedule_named,
-    validate,
-)
+from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, ScheduleError, Unit, as_placement, validate
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.orders import NAMES, Schedule, order, register, schedule_named
 
 stages = st.integers(1, 8)
 names = st.sampled_from(NAMES)

@@ -1,22 +1,10 @@
 """The words of a schedule: actions as text, stages on places; messages and weight gradients that are put into an order."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import (
-    ALL,
-    Action,
-    Group,
-    Op,
-    Placement,
-    Unit,
-    covered_slices,
-    order,
-    validate,
-    with_messages,
-    with_weight_gradients,
-)
+from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, Unit, order, validate
+from ds_terapipe.schedule.lower import covered_slices, with_messages, with_weight_gradients
 from tests.schedule import strategies
 from tests.schedule.strategies import rows_of
 

@@ -5,22 +5,11 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import (
-    NAMES,
-    Placement,
-    ScheduleError,
-    as_placement,
-    forward_only,
-    order,
-    replay,
-    validate,
-    with_messages,
-    with_weight_gradients,
-)
+from ds_terapipe.schedule import NAMES, Placement, ScheduleError, as_placement, forward_only, order, replay, validate
 from ds_terapipe.schedule.hardware_queue import COMPUTE, Entry, dispatch, program_of, queue_deadlock
+from ds_terapipe.schedule.lower import with_messages, with_weight_gradients
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
 

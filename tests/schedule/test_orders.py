@@ -6,30 +6,13 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.config import parse
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Placement,
-    Schedule,
-    ScheduleError,
-    Unit,
-    covered_slices,
-    forward_only,
-    hardware_queue,
-    names_on,
-    order,
-    peak_live_units,
-    register,
-    schedule_named,
-    simulate,
-    validate,
-    with_messages,
-)
+from ds_terapipe.schedule import Action, Op, Placement, Schedule, ScheduleError, Unit, hardware_queue, simulate, validate
 from ds_terapipe.schedule.fill import fill
+from ds_terapipe.schedule.lower import covered_slices, with_messages
+from ds_terapipe.schedule.orders import forward_only, names_on, order, peak_live_units, register, schedule_named
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of
 

@@ -4,11 +4,8 @@ import re
 
 import pytest
 
-from ds_terapipe.schedule import Op, Panel, Placement, grid_text, order, timelines_svg, with_messages
-
-
-def seconds(action):
-    return 1.0 if action.op is Op.FORWARD else 2.0
+from ds_terapipe.schedule import Panel, Placement, grid_text, order, timelines_svg, with_messages
+from tests.schedule.test_simulate import seconds
 
 
 def test_a_whole_grid_is_a_table():

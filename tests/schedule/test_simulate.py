@@ -1,8 +1,7 @@
 """Replay and simulator: a plain event loop of its own, and what is live."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.schedule import Action, Op, Placement, ScheduleError, forward_only, order, replay, simulate, with_messages
 from tests.schedule import strategies

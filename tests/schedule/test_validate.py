@@ -1,22 +1,10 @@
 """Each kind of damage to a good schedule is found, and shown where it is; messages one behind the other lock up nowhere."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Placement,
-    ScheduleError,
-    Unit,
-    forward_only,
-    order,
-    replay,
-    validate,
-    with_messages,
-    with_weight_gradients,
-)
+from ds_terapipe.schedule import Action, Op, Placement, ScheduleError, Unit, forward_only, order, replay, validate
+from ds_terapipe.schedule.lower import with_messages, with_weight_gradients
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of, validated
 

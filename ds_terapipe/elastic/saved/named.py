@@ -34,8 +34,16 @@ from ds_terapipe.elastic.saved.order import (
     stage_members,
 )
 from ds_terapipe.elastic.saved.restore import SavedStates
-from ds_terapipe.elastic.saved.universal import CARRIED, Universal, groups_filled, info, kind_of, to_carry, untrained
-from ds_terapipe.elastic.saved.universal import KEY as UNIVERSAL
+from ds_terapipe.elastic.saved.universal import (
+    CARRIED,
+    KEY as UNIVERSAL,
+    Universal,
+    groups_filled,
+    info,
+    kind_of,
+    to_carry,
+    untrained,
+)
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks

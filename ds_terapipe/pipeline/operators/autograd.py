@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.autograd import Function
-from torch.autograd import function as torch_function
+from torch.autograd import Function, function as torch_function
 
 
 def apply(function: type[Function], *args: Any) -> Any:

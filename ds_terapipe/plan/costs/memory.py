@@ -22,8 +22,7 @@ forward, and the last few activations sent. Stages on one place add up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from dataclasses import fields as dataclass_fields
+from dataclasses import dataclass, fields as dataclass_fields, replace
 from itertools import accumulate
 from typing import NamedTuple
 

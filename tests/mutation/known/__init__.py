@@ -10,20 +10,13 @@ from typing import NamedTuple
 
 
 class Known(NamedTuple):
-    """One defect.
+    """One defect."""
 
-    Attributes:
-        name: what is wrong, in a few words.
-        module: below ``ds_terapipe``, e.g. ``pipeline.slicing``.
-        was, becomes: the text that is replaced; ``was`` occurs once in the module.
-        test: what fails under it, as pytest takes it; several words where an option like ``-k`` is among them.
-    """
-
-    name: str
-    module: str
-    was: str
+    name: str  # what is wrong, in a few words
+    module: str  # below ``ds_terapipe``, e.g. ``pipeline.slicing``
+    was: str  # the text that is replaced, which occurs once in the module
     becomes: str
-    test: str
+    test: str  # what fails under it, as pytest takes it; several words where an option like ``-k`` is among them
 
     def applied(self, module: str, source: str) -> str:
         """The source of a module of the package under this defect."""
