@@ -87,7 +87,8 @@ def say_waits() -> object:
 
     def wait(self: object) -> None:
         path = str(self.lock_file_path)  # type: ignore[attr-defined]
-        timers = [threading.Timer(STALE_AFTER_S, _say_stale, [path]), threading.Timer(SAID_AFTER_S, _say, [path])]
+        said = (STALE_AFTER_S, True), (SAID_AFTER_S, False)
+        timers = [threading.Timer(after, _say, [path, stale]) for after, stale in said]
         for timer in timers:
             timer.daemon = True
             timer.start()
@@ -108,22 +109,18 @@ def _baton() -> Any:
     return FileBaton
 
 
-def _say_stale(path: str) -> None:
-    with suppress(OSError):
-        if is_stale(path):
-            logger.warning(
-                "waiting for %s, which no process of this machine holds: a launch was killed while it compiled an extension; "
-                "remove it with %s",
-                path,
-                REMOVE,
-            )
+_STALE = (
+    "waiting for %s, which no process of this machine holds: a launch was killed while it compiled an extension; remove it with "
+    f"{REMOVE}"
+)
+_HELD = (
+    "waiting for %s, which another process holds while it compiles an extension; if none does on any machine, remove this "
+    "file"
+)
 
 
-def _say(path: str) -> None:
+def _say(path: str, stale: bool) -> None:
+    """Log the wait for a lock if it is stale, or not, as asked."""
     with suppress(OSError):
-        if not is_stale(path):
-            logger.warning(
-                "waiting for %s, which another process holds while it compiles an extension; if none does on any machine, remove "
-                "this file",
-                path,
-            )
+        if is_stale(path) is stale:
+            logger.warning(_STALE if stale else _HELD, path)

@@ -159,6 +159,16 @@ def flat_gradients(optimizer: Any) -> list[Tensor]:
     return flat
 
 
+def link_sums(optimizer: Any) -> None:
+    """Link every parameter of a ``BF16_Optimizer`` to its sum, as 0.19.8 does where a backward pass comes to it.
+
+    Weights that no layer uses have sums of zeros, which replicas reduce with the others.
+    """
+    for parameters, totals in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter._hp_grad = total
+
+
 @torch.no_grad()
 def add_to_sums(optimizer: Any) -> None:
     """Add the gradients in ``grad`` to the sums of a ``BF16_Optimizer``.
@@ -173,7 +183,7 @@ def add_to_sums(optimizer: Any) -> None:
     for parameters, totals, has in zip(*of_groups, strict=True):
         for index, parameter in enumerate(parameters):
             if parameter.grad is not None:
-                has[index], parameter._hp_grad = True, totals[index]
+                has[index] = True
                 sums.append(totals[index])
                 gradients.append(parameter.grad.reshape(-1))
     if sums:

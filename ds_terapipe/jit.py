@@ -101,10 +101,14 @@ def cpu_recipe() -> Recipe:
     return recipe("_lamb_cpu", sources, flags, ldflags=("-fopenmp",))
 
 
-def compiler() -> str | None:
-    """The C++ compiler: CXX, else c++, g++ or clang++, the first that exists."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    return next((path for name in names if (path := shutil.which(shlex.split(name)[0]))), None)
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler: CXX, else c++, g++ or clang++, the first that exists; empty without any.
+
+    CXX may have arguments, and be another program's: ``ccache g++``.
+    """
+    given = os.environ.get("CXX", "").strip()
+    commands = map(shlex.split, [given] if given else ["c++", "g++", "clang++"])
+    return next(([path, *arguments] for name, *arguments in commands if (path := shutil.which(name))), [])
 
 
 def nvcc() -> str | None:
@@ -123,7 +127,7 @@ def pybind11_include() -> str | None:
 
 def why_not(recipe: Recipe) -> str | None:
     """Return in one line the first requirement for compiling that is missing; None if nothing is."""
-    if compiler() is None:
+    if not compiler():
         return "no C++ compiler (CXX, c++, g++, clang++)"
     if pybind11_include() is None:
         return "pybind11 is not installed (pip install pybind11)"
@@ -138,7 +142,7 @@ def why_not(recipe: Recipe) -> str | None:
 def digest(recipe: Recipe) -> str:
     """Twelve hex digits that differ when the sources, the flags, the compilers or Python's version do."""
     key = hashlib.sha256()
-    tools = [compiler() or "", (nvcc() or "") if recipe.uses_nvcc else "", sys.version, sysconfig.get_platform()]
+    tools = [" ".join(compiler()), (nvcc() or "") if recipe.uses_nvcc else "", sys.version, sysconfig.get_platform()]
     parts = [recipe.module, *tools, *recipe.cxx_args, *recipe.nvcc_args, *recipe.ldflags]
     key.update("\0".join(parts).encode())
     key.update(source_digest(recipe).encode())
@@ -203,8 +207,8 @@ def compile_to(recipe: Recipe, path: Path) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(partial(_compile, recipe), recipe.sources, objects))
         module = str(Path(folder, "module.so"))
-        linker = str(nvcc() if recipe.uses_nvcc else compiler())
-        _run(recipe, linker, "-shared", *objects, *recipe.ldflags, "-o", module)
+        linker = [str(nvcc())] if recipe.uses_nvcc else compiler()
+        _run(recipe, *linker, "-shared", *objects, *recipe.ldflags, "-o", module)
         os.replace(module, path)
 
 
@@ -215,7 +219,7 @@ def _compile(recipe: Recipe, source: str, target: str) -> None:
     folders = pybind11_include(), sysconfig.get_path("include")
     includes = [part for folder in folders for part in ("-isystem", str(folder))]
     define = f"-DLAMB_DIGEST={source_digest(recipe)}"
-    _run(recipe, str(compiler()), *recipe.cxx_args, *includes, define, "-c", source, "-o", target)
+    _run(recipe, *compiler(), *recipe.cxx_args, *includes, define, "-c", source, "-o", target)
 
 
 def _run(recipe: Recipe, *command: str) -> None:

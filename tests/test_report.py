@@ -71,7 +71,7 @@ def test_a_wait_is_said_once_and_names_the_file(lock, monkeypatch, caplog, holde
     def wait(baton: FileBaton) -> None:
         """Until both times for a word have come."""
         for thread in threading.enumerate():
-            if isinstance(thread, threading.Timer) and thread.args == [baton.lock_file_path]:
+            if isinstance(thread, threading.Timer) and thread.args[0] == baton.lock_file_path:
                 thread.join()
 
     monkeypatch.setattr(build_locks, "STALE_AFTER_S", 0.0)

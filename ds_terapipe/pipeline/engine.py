@@ -22,6 +22,7 @@ from torch import Tensor
 from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.clipping import clip_by_true_norm, counting_nothing
 from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.deepspeed_state import link_sums
 from ds_terapipe.errors import ConfigError, shown
 from ds_terapipe.loss_scaling import taking_no_step
 from ds_terapipe.model_chunks import ModelChunks
@@ -145,6 +146,7 @@ class TokenPipelineEngine(PipelineEngine):
             model_parameters = [unused(self.module, self.device, self.param_names)]
         super()._configure_optimizer(client_optimizer, model_parameters)
         if isinstance(self.optimizer, BF16_Optimizer):
+            link_sums(self.optimizer)
             counting_nothing(self.optimizer)
         self._controller.check_optimizer(self)
 

@@ -7,6 +7,7 @@ waiting.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -132,15 +133,9 @@ def make_alike(optimizer: torch.optim.Optimizer, scheduler: Any, gather: Callabl
         ConfigError: on every rank, for a scheduler that was made for fewer groups, or for these in another order.
     """
     mine = _numbered(optimizer.param_groups)
-    everybodys = gather(
-        [(repr(sorted(settings_of(group).items())), settings_of(group)) for group in optimizer.param_groups]
-    )
     known: dict[tuple[str, int], dict[str, Any]] = {}
-    for groups in everybodys:
-        seen: dict[str, int] = {}
-        for text, settings in groups:
-            number = seen[text] = seen.get(text, -1) + 1
-            known.setdefault((text, number), settings)
+    for of_rank in gather({key: settings_of(group) for key, group in mine.items()}):
+        known.update(of_rank)
     # a scheduler counts groups; torch's, which the user may keep, wraps the optimizer's step
     made = hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched") or not (
         scheduler is None or callable(scheduler)
@@ -220,12 +215,13 @@ def refuse_switched(
 
 
 def _numbered(groups: Sequence[dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return groups by their settings, and by their number among those with the same."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
-    seen: dict[str, int] = {}
+    seen = Counter[str]()
     for group in groups:
         text = repr(sorted(settings_of(group).items()))
-        number = seen[text] = seen.get(text, -1) + 1
-        found[text, number] = group
+        found[text, seen[text]] = group
+        seen[text] += 1
     return found
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.layer_range import Layer
@@ -26,11 +26,12 @@ from ds_terapipe.pipeline.slicing import TensorCut, as_tuple, like
 from ds_terapipe.pipeline.stage import Autocast, GradientRules, Stage
 from ds_terapipe.pipeline.token_shares import TokenShares
 from ds_terapipe.pipeline.transport.boundary import check_sendable
-from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.channels import open_channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.p2p import Described, Links
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.schedule import Action, Grid, Op, Placement, Unit
+from ds_terapipe.process_groups import close_groups
+from ds_terapipe.schedule import Action, Channel, Grid, Op, Placement, Unit
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class PipelineRuntime:
         stages: stages on this rank, by number.
         links: links to the stages of other places.
         watchdog: times and bounds the waits.
-        channels: process groups of the links, which `close` destroys; None: nothing to destroy.
+        channels: process groups of the links, which `close` destroys.
         memory, autocast, streams: those of the stages.
         shares: ranks that share the tokens of a slice; None: each has all of them.
     """
@@ -67,7 +68,7 @@ class PipelineRuntime:
         stages: dict[int, Stage],
         links: Links,
         watchdog: Watchdog,
-        channels: Channels | None = None,
+        channels: Mapping[Channel, Any] = MappingProxyType({}),
         memory: StepMemory | None = None,
         autocast: Autocast = nullcontext,
         streams: RandomStreams | None = None,
@@ -83,10 +84,8 @@ class PipelineRuntime:
         self._deferring: tuple[int, ...] | None = None
         self._observers: list[Observer] = []  # of the present step
         self._batch = StepBatch()
-        self._inputs: dict[tuple[int, Unit], Any] = {}  # inputs of stages, until their units run
-        self._outputs: dict[tuple[int, Unit], Any] = {}  # outputs to be sent to another place
-        self._gradients: dict[tuple[int, Unit], list[Tensor]] = {}  # gradients of outputs, until their backward
-        self._of_inputs: dict[tuple[int, Unit], list[Tensor]] = {}  # gradients of inputs to be sent to another place
+        # tensors by the action that takes them: a forward or backward pass, or the message to another place
+        self._waiting: dict[tuple[Op, int, Unit], Any] = {}
 
     @classmethod
     def build(
@@ -132,7 +131,7 @@ class PipelineRuntime:
                 trains=placement.goes_backward(number), memory=memory, autocast=autocast, streams=streams,
             )  # fmt: skip
             stages[number].context.shares = shares
-        channels = Channels(placement, pipelines, watchdog, device)
+        channels = open_channels(placement, pipelines, watchdog, device)
         links = Links(view, channels, device, watchdog, watchdog.job.host_group if host_group is None else host_group)
         return cls(view, stages, links, watchdog, channels, memory, autocast, streams, shares)
 
@@ -213,8 +212,7 @@ class PipelineRuntime:
 
     def end(self) -> None:
         """End the step, after an error too: drop everything that it left."""
-        for leftover in (self._inputs, self._outputs, self._gradients, self._of_inputs):
-            leftover.clear()
+        self._waiting.clear()
         for stage in self.stages.values():
             stage.end()
         if self._streams is not None:
@@ -233,48 +231,46 @@ class PipelineRuntime:
         if number == 0:
             inputs = self._batch.cut_inputs(unit.micro_batch, span)
         else:
-            inputs = self._inputs.pop((number, unit))
+            inputs = self._waiting.pop((Op.FORWARD, number, unit))
         outputs = stage.forward(unit, inputs)
         self.live.forward(number, unit, span, held=stage.trains and torch.is_grad_enabled())
         if number == len(self.placement.stages) - 1:
             return
         check_sendable(outputs, stage.layers.last)
         if self.placement.sends_forward(number):
-            self._outputs[number, unit] = outputs
+            self._waiting[Op.SEND_FORWARD, number, unit] = outputs
         else:
-            self._inputs[number + 1, unit] = _handed_over(outputs)
+            self._waiting[Op.FORWARD, number + 1, unit] = _handed_over(outputs)
 
     def _backward(self, number: int, unit: Unit) -> None:
-        gradients = self.stages[number].backward(unit, self._gradients.pop((number, unit), None))
+        gradients = self.stages[number].backward(unit, self._waiting.pop((Op.BACKWARD, number, unit), None))
         self.live.backward(number, unit)
         if self.placement.sends_backward(number):
-            self._of_inputs[number, unit] = gradients
+            self._waiting[Op.SEND_BACKWARD, number, unit] = gradients
         elif number > 0 and self.placement.goes_backward(number - 1):
-            self._gradients[number - 1, unit] = gradients
+            self._waiting[Op.BACKWARD, number - 1, unit] = gradients
 
     def _receive_forward(self, number: int, unit: Unit) -> None:
-        inputs = self._inputs[number, unit] = self.links.receive_forward(number, unit)
+        inputs = self._waiting[Op.FORWARD, number, unit] = self.links.receive_forward(number, unit)
         for each in self._observers:
             each.message(number, "received", inputs)
 
     def _send_forward(self, number: int, unit: Unit) -> None:
-        outputs = self._outputs.pop((number, unit))
+        outputs = self._waiting.pop((Op.SEND_FORWARD, number, unit))
         for each in self._observers:
             each.message(number, "sent", outputs)
         self.links.send_forward(number, unit, outputs)
 
     def _receive_backward(self, number: int, unit: Unit) -> None:
-        self._gradients[number, unit] = self.links.receive_backward(number, unit)
+        self._waiting[Op.BACKWARD, number, unit] = self.links.receive_backward(number, unit)
 
     def _send_backward(self, number: int, unit: Unit) -> None:
-        self.links.send_backward(number, unit, self._of_inputs.pop((number, unit)))
+        self.links.send_backward(number, unit, self._waiting.pop((Op.SEND_BACKWARD, number, unit)))
 
     @property
     def left_over(self) -> int:
-        """Sum of inputs, outputs, gradients and live units that no action has taken, and of the stages'; 0 after a
-        step."""
-        kept = (self._inputs, self._outputs, self._gradients, self._of_inputs)
-        return sum(map(len, kept)) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
+        """Sum of tensors and live units that no action has taken, and of the stages'; 0 after a step."""
+        return len(self._waiting) + sum(stage.left_over for stage in self.stages.values()) + self.live.count
 
     def leave(self) -> None:
         """Restore the model's modules; local, idempotent."""
@@ -290,8 +286,8 @@ class PipelineRuntime:
         self.leave()
         self.stages.clear()
         self.links.close()
-        if self._channels is not None:
-            self._channels.close()
+        close_groups(self._channels.values())
+        self._channels = {}
 
     _ACTIONS: dict[Op, Callable[[Any, int, Unit], None]] = {
         Op.FORWARD: _forward,

@@ -42,11 +42,8 @@ class Span:
 
 def spans(lengths: tuple[int, ...]) -> tuple[Span, ...]:
     """Return the slices of a sequence cut into ``lengths`` tokens, in order."""
-    total, start, result = sum(lengths), 0, []
-    for length in lengths:
-        result.append(Span(start, start + length, total))
-        start += length
-    return tuple(result)
+    stops = [*accumulate(lengths)]
+    return tuple(Span(stop - length, stop, stops[-1]) for length, stop in zip(lengths, stops, strict=True))
 
 
 class TensorCut(NamedTuple):

@@ -9,6 +9,7 @@ from .actions import ALL, Action, Grid, Group, Op, Unit
 from .hardware_queue import queue_deadlock
 from .lower import complete, has_messages
 from .orders import FORWARD_ONLY, Schedule, peak_live_units
+from .orders.units import ascending
 from .placement import Placement, placement_of, row_word
 from .render import grid_text
 from .replay import replay
@@ -54,8 +55,7 @@ def validate(
         ScheduleError: a rule is broken.
         ValueError: unknown name, no micro-batch, a micro-batch without slices, or a placement on another number of places.
     """
-    if not slices or min(slices) < 1:
-        raise ValueError(f"slices: got {list(slices)}, must list one positive number of slices for each micro-batch")
+    units = ascending(slices)
     if not grid:
         raise ScheduleError("schedule: got no stages, must have at least one")
     where = placement_of(len(grid), placement)
@@ -65,7 +65,7 @@ def validate(
     lowered = has_messages(grid) or len(grid) == 1  # one place sends nothing
     checked = _Checked(grid, slices, where, training, lowered)
     for place in range(len(grid)):
-        _check_place(checked, place)
+        _check_place(checked, place, units)
     whole = complete(grid, where)
     _check_channels(whole, where)
     _run(whole, where)
@@ -100,9 +100,9 @@ class _Checked(NamedTuple):
         return 0 < stage < len(self.where.stages) and not self.where.receives_forward(stage)
 
 
-def _check_place(checked: _Checked, place: int) -> None:
+def _check_place(checked: _Checked, place: int, units: Sequence[Unit]) -> None:
     """Check every rule that concerns one place alone."""
-    grid, slices = checked.grid, checked.slices
+    grid = checked.grid
     stages = checked.where.stages_on(place)
     expected = {stage: checked.expected(stage) for stage in stages}
     for stage in {action.stage for action in grid[place] if action.op is Op.WEIGHT_GRADIENTS}:
@@ -119,7 +119,6 @@ def _check_place(checked: _Checked, place: int) -> None:
         if problem is not None:
             raise _error(problem, grid, checked.where, {place: index})
         done.add(action)
-    units = [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
     wanted = [Action(op, stage, unit) for stage in stages for op in expected[stage] for unit in units]
     absent = [a for each in wanted for a in _parts(each, counts) if a not in done]
     if absent:

@@ -79,19 +79,14 @@ def to_json(events: Iterable[Event], about: dict[str, Any] | None = None) -> dic
             }
         )
     stages = {(event.run, event.rank): event.stage for event in events}
+
+    def metadata(process: int, name: str, value: object) -> dict[str, Any]:
+        return {"name": f"process_{name}", "ph": "M", "pid": process, "args": {name: value}}
+
     named = [
-        {
-            "name": "process_name",
-            "ph": "M",
-            "pid": process,
-            "args": {"name": f"stage {stages[key]}, rank {key[1]}, {key[0]}"},
-        }
-        for key, process in processes.items()
+        metadata(p, "name", f"stage {stages[run, rank]}, rank {rank}, {run}") for (run, rank), p in processes.items()
     ]
-    ordered = [
-        {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": process}}
-        for process in processes.values()
-    ]
+    ordered = [metadata(process, "sort_index", process) for process in processes.values()]
     return {
         "traceEvents": [*named, *ordered, *listed],
         "displayTimeUnit": "ms",

@@ -176,7 +176,7 @@ class MegatronLayer(CoreLayer):
     kv_heads, core = HEADS, CoreAttention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.state.mask is None:
+        if self.state.mask is None or torch.is_inference_mode_enabled():  # then it is a tensor without versions
             self.state.mask = torch.ones(24, 24, dtype=torch.bool).triu(1)[None, None]
         return checkpoint(self.self_attention.core_attention, q, k, v, self.state.mask, use_reentrant=True)
 

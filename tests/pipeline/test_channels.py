@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 
 from ds_terapipe.job import Job, error_of
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport.channels import Channels
+from ds_terapipe.pipeline.transport.channels import open_channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.process_groups import close_groups
@@ -32,11 +32,11 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
     for name, (placement, pipelines) in PLACED.items():
         before = len(groups)
         watchdog = Watchdog(RankView.of(placement, rank, pipelines), timeout_s=60.0)
-        channels = Channels(placement, pipelines, watchdog, torch.device("cpu"))
-        made = {channel: tuple(members(group)) for channel, group in channels._groups.items()}
-        assert len(groups) == before + len(made) == before + len(channels)
-        channels.close()
-        channels.close()
+        channels = open_channels(placement, pipelines, watchdog, torch.device("cpu"))
+        made = {channel: tuple(members(group)) for channel, group in channels.items()}
+        assert len(groups) == before + len(made)
+        for _ in range(2):  # closed ones are skipped
+            close_groups(channels.values())
         found[name] = made, len(groups) - before
         watchdog.close()
     found["two jobs"] = two_jobs(rank)

@@ -13,7 +13,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import boundary, p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
-from ds_terapipe.pipeline.transport.channels import Channels, channels_of
+from ds_terapipe.pipeline.transport.channels import channels_of, open_channels
 from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only, order, with_messages
@@ -140,7 +140,7 @@ class Line:
         placement, ranks = Placement.plain(stages), tuple(range(stages))
         view = RankView(placement, rank, ranks)
         self.watchdog = Watchdog(view, timeout_s=60.0)
-        self.links = Links(view, Channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog, None)
+        self.links = Links(view, open_channels(placement, [ranks], self.watchdog, CPU), CPU, self.watchdog, None)
         self.rank, self.last, self.announced, announce = rank, stages - 1, 0, Announcements.send
 
         def counted(*args: Any) -> None:

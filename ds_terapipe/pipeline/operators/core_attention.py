@@ -70,9 +70,9 @@ def _visible(mask: Tensor | None, total: int) -> Tensor | None:
 
 def _is_causal(mask: Tensor) -> bool:
     # Megatron keeps one mask for the whole run: compare it once. Version and address tell another tensor in its place.
-    identity = (mask.data_ptr(), mask._version)
+    identity = None if mask.is_inference() else (mask.data_ptr(), mask._version)
     known = getattr(mask, "_ds_terapipe_causal", None)
-    if known is None or known[0] != identity:
+    if known is None or identity is None or known[0] != identity:
         hidden = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu_(1)
         known = (identity, bool((mask == hidden).all()))
         mask._ds_terapipe_causal = known  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from ds_terapipe.pipeline.operators.kernels import Call, CudaFlash, Formula, Gradients
+from ds_terapipe.pipeline.operators.kernels import Call, CudaFlash, Formula, Gradients, Made
 
 _ATEN = torch.ops.aten
 _MAX_SHAPES = 256
@@ -51,9 +51,7 @@ class CudaCudnn(Formula):
     """
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`."""
         before, rows = k.shape[2] - q.shape[2], q.shape[2]
         out, sums, seed, offset = _attend(q, k.narrow(2, before, rows), v.narrow(2, before, rows), True, call)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ds_terapipe.pipeline.documents import Layout, RowLayout
 from ds_terapipe.pipeline.operators import kernels
-from ds_terapipe.pipeline.operators.kernels import Call, CudaFlash, Formula, Gradients
+from ds_terapipe.pipeline.operators.kernels import Call, CudaFlash, Formula, Gradients, Made
 
 _ATEN = torch.ops.aten
 
@@ -30,9 +30,7 @@ class DocumentAttention(Formula):
     """Attention by the documents in ``Call.documents``; the keys begin with the layout's first one."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`; the output of padding is 0, or finite."""
         assert call.documents is not None
         out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -101,9 +99,7 @@ class CudaVarlen(Formula):
     """
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`."""
         assert call.documents is not None
         row = call.documents.rows[0]

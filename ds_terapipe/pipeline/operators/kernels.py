@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Call(NamedTuple):
     softcap: float | None = None
     window: int | None = None
     documents: Layout | None = None
+
+
+Made: TypeAlias = tuple[Tensor, tuple[Tensor, ...], Any]
+"""Output [b, heads, rows, d], tensors to save for the backward pass, and other values to keep."""
 
 
 class Gradients(NamedTuple):
@@ -148,10 +152,8 @@ class Formula:
     """softmax(q k^T scale + mask) v, written out; backward repeats the forward under autograd."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
-        """Return the output [b, heads, rows, d], tensors to save, and other values to keep."""
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
+        """Run the call."""
         state = _random_state(q.device) if call.dropout_p > 0.0 else None
         return Formula.attend(q, k, v, mask, call), (q,), state
 
@@ -194,9 +196,7 @@ class CpuFlash(Formula):
     """ATen's flash attention for CPU, which takes a rectangular mask."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`; saves q, output and log-sum-exp, groups folded."""
         folded, bias = fold_groups(q, k.shape[1]), CpuFlash._bias(q, k, mask, call)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -228,9 +228,7 @@ class CudaFlash(Formula):
     """FlashAttention-2 in ATen, [b, rows, heads, d]: causal is lower right, grouped heads and windows are its own."""
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`."""
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         out, lse, seed, offset, _ = _ATEN._flash_attention_forward(
@@ -266,9 +264,7 @@ class CudaEfficient(Formula):
     """
 
     @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call
-    ) -> tuple[Tensor, tuple[Tensor, ...], Any]:
+    def forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Made:
         """Implement :meth:`Formula.forward`."""
         shape, bias, kind = q.shape, *CudaEfficient._bias(q, k, mask, call)
         q, k, v = CudaEfficient._alike(q, k, v, bias)

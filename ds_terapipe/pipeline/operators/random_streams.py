@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+_WITH_TRACKERS = "megatron.core.tensor_parallel.random", "deepspeed.runtime.activation_checkpointing.checkpointing"
 _ALIKE = "data-parallel-rng"  # Megatron's state that is the same on all tensor-parallel ranks
 
 
@@ -116,13 +117,10 @@ def _default(device: torch.device) -> Iterator[torch.Generator]:
 
 def _trackers() -> Iterator[Any]:
     """Yield Megatron-core's tracker, and DeepSpeed's that Megatron-DeepSpeed uses, if they hold any state."""
-    found = [
-        getattr(sys.modules.get("megatron.core.tensor_parallel.random"), "_CUDA_RNG_STATE_TRACKER", None),
-        getattr(
-            sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing"), "_CUDA_RNG_STATE_TRACKER", None
-        ),
-    ]
-    return (tracker for tracker in found if getattr(tracker, "states_", None))
+    for module in _WITH_TRACKERS:
+        tracker = getattr(sys.modules.get(module), "_CUDA_RNG_STATE_TRACKER", None)
+        if getattr(tracker, "states_", None):
+            yield tracker
 
 
 def _kept(state: Any) -> Any:

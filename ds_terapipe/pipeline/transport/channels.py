@@ -16,7 +16,6 @@ import torch
 from deepspeed import comm as dist
 
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
-from ds_terapipe.process_groups import close_groups
 from ds_terapipe.schedule import Channel, Placement
 
 
@@ -33,51 +32,32 @@ def ends_of(channel: Channel) -> tuple[int, int]:
     return (before, after) if channel.forward else (after, before)
 
 
-class Channels:
-    """Process groups of this rank's channels.
+def open_channels(
+    placement: Placement, pipelines: Sequence[Sequence[int]], watchdog: Watchdog, device: torch.device
+) -> dict[Channel, Any]:
+    """Make the process groups of this rank's channels; collective over all pipelines.
 
     Args:
         placement: stages on places.
-        pipelines: global ranks of every pipeline of the job, by place; collective over all of them.
+        pipelines: global ranks of every pipeline of the job, by place.
         watchdog: bounds the waits; its pipeline is this rank's.
         device: device of the messages.
     """
-
-    def __init__(
-        self, placement: Placement, pipelines: Sequence[Sequence[int]], watchdog: Watchdog, device: torch.device
-    ) -> None:
-        job = watchdog.job
-        self._groups: dict[Channel, Any] = {}
-        mine: list[tuple[Channel, int, int]] = []
-        for ranks in pipelines:
-            for channel in channels_of(placement):
-                sender, receiver = (ranks[placement.place_of(stage)] for stage in ends_of(channel))
-                # a group's ranks are in the order of the boundary in both directions
-                group = job.new_group(
-                    [sender, receiver] if channel.forward else [receiver, sender], watchdog.group_timeout_s
-                )
-                if job.rank in (sender, receiver):
-                    self._groups[channel] = group
-                    mine.append((channel, sender, receiver))
-        # one order for all ranks, so no deadlock; even boundaries first, so half of them run at once
-        for channel, sender, receiver in sorted(mine, key=lambda each: (each[0].boundary % 2, each[0])):
-            self._touch(channel, sender, receiver, watchdog, device)
-
-    def _touch(self, channel: Channel, sender: int, receiver: int, watchdog: Watchdog, device: torch.device) -> None:
-        sends, group = watchdog.job.rank == sender, self._groups[channel]
-        peer = receiver if sends else sender
-        work = (dist.isend if sends else dist.irecv)(torch.zeros(1, device=device), peer, group=group)
+    job, groups = watchdog.job, dict[Channel, Any]()
+    peers: dict[Channel, tuple[bool, int]] = {}  # whether this rank sends, and the other rank
+    for ranks in pipelines:
+        for channel in channels_of(placement):
+            sender, receiver = (ranks[placement.place_of(stage)] for stage in ends_of(channel))
+            # a group's ranks are in the order of the boundary in both directions
+            ends = [sender, receiver] if channel.forward else [receiver, sender]
+            group = job.new_group(ends, watchdog.group_timeout_s)
+            if job.rank in ends:
+                groups[channel] = group
+                peers[channel] = (True, receiver) if job.rank == sender else (False, sender)
+    # one order for all ranks, so no deadlock; even boundaries first, so half of them run at once
+    for channel in sorted(groups, key=lambda channel: (channel.boundary % 2, channel)):
+        sends, peer = peers[channel]
+        work = (dist.isend if sends else dist.irecv)(torch.zeros(1, device=device), peer, group=groups[channel])
         boundary = f"stages {channel.boundary} and {channel.boundary + 1}"
         watchdog.wait_on_host(work, f"rank {peer} to open the channel between {boundary}")
-
-    def __getitem__(self, channel: Channel) -> Any:
-        """Return the group of one of this rank's channels."""
-        return self._groups[channel]
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def close(self) -> None:
-        """Destroy the groups; collective over each group's two ranks. Does nothing after the job's end."""
-        groups, self._groups = self._groups, {}
-        close_groups(groups.values())
+    return groups

@@ -7,7 +7,7 @@ All runs over a gloo group of its own (host memory, own timeout), whatever the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -94,15 +94,9 @@ class Consensus:
         lengths = set(header.lengths) - {0}
         signatures = set(header.signatures) if is_first else set()
         weights = set() if weighs is None else {1 + int(weighs)}
-        said = (int(error is not None), self.config_hash, micro_batches, int(not uniform))
-        lows, highs = self._extremes(
-            [(word, word) for word in said]
-            + [
-                (min(x, default=_MOST), max(x, default=0))
-                for x in (lengths, signatures, weights, {int(is_first and bool(header.documents))})
-            ],
-            "all ranks to start the step",
-        )
+        words: list[Set[int]] = [{error is not None}, {self.config_hash}, {micro_batches}, {not uniform}]
+        words += [lengths, signatures, weights, {is_first and bool(header.documents)}]
+        lows, highs = self._extremes(words, "all ranks to start the step")
         if highs[0]:
             self._agree(error)
         if lows[1:3] != highs[1:3]:
@@ -117,13 +111,8 @@ class Consensus:
             documents = self._share_documents(dict(header.documents), self._mine[placement.first_place])
         if lows[3:6] == highs[3:6] and uniform:
             return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],), documents)
-        rows = self._gather(
-            [*header.lengths, *header.signatures], torch.int64, "all ranks to announce their sequence lengths"
-        )
-        headers = {
-            rank: Header(tuple(row[:micro_batches]), tuple(row[micro_batches:]))
-            for rank, row in zip(self.job.ranks, rows, strict=True)
-        }
+        said = self.gather((header.lengths, header.signatures), "all ranks to announce their sequence lengths")
+        headers = {rank: Header(*of_rank) for rank, of_rank in zip(self.job.ranks, said, strict=True)}
         for ranks in self._pipelines:  # every rank checks every pipeline: all raise, or none
             _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
@@ -145,9 +134,8 @@ class Consensus:
 
     def agree(self, error: BaseException | None) -> None:
         """Raise any rank's error on every rank; collective."""
-        failed = int(error is not None)
         try:
-            _, (any_failed,) = self._extremes([(failed, failed)], "all ranks to look at the model")
+            _, (any_failed,) = self._extremes([{error is not None}], "all ranks to look at the model")
         except PipelineStalled as stalled:
             if error is None:
                 raise
@@ -177,11 +165,11 @@ class Consensus:
 
     def collect(self, value: float) -> list[float]:
         """Gather a number of every rank; collective."""
-        return [row[0] for row in self._gather([value], torch.float64, "the figures of all ranks")]
+        return self.gather(value)
 
     def _raise_different(self, micro_batches: int) -> NoReturn:
         """Raise for ranks with different settings, or numbers of micro-batches; collective."""
-        rows = self._gather([self.config_hash, micro_batches], torch.int64, "all ranks to say how they are configured")
+        rows = self.gather((self.config_hash, micro_batches), "all ranks to say how they are configured")
         rank, row = next((rank, row) for rank, row in zip(self.job.ranks, rows, strict=True) if row != rows[0])
         if row[0] != rows[0][0]:
             raise ConfigError(
@@ -192,19 +180,13 @@ class Consensus:
             "same on all, use one file"
         )
 
-    def _extremes(self, words: Sequence[tuple[int, int]], what: str) -> tuple[list[int], list[int]]:
-        """Return the lowest and the highest of all ranks' words, given as (lowest, highest); collective."""
-        both = torch.tensor([*(-low for low, _ in words), *(high for _, high in words)], dtype=torch.int64)
+    def _extremes(self, words: Sequence[Set[int]], what: str) -> tuple[list[int], list[int]]:
+        """Return the lowest and the highest of each word over all ranks, which may have none or several; collective."""
+        lows, highs = [-min(word, default=_MOST) for word in words], [max(word, default=0) for word in words]
+        both = torch.tensor([*lows, *highs], dtype=torch.int64)
         with self.watchdog.waiting(what):
             torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
         return (-both[: len(words)]).tolist(), both[len(words) :].tolist()
-
-    def _gather(self, words: Sequence[Any], dtype: torch.dtype, what: str) -> list[list[Any]]:
-        mine = torch.tensor(words, dtype=dtype)
-        table = [torch.empty_like(mine) for _ in self.job.ranks]
-        with self.watchdog.waiting(what):
-            torch.distributed.all_gather(table, mine, group=self.group)
-        return [row.tolist() for row in table]
 
     def _agree(self, error: BaseException | None) -> None:
         self.job.agree(error, partial(self.gather, what="the errors of the other ranks"))

@@ -26,7 +26,7 @@ from ds_terapipe.pipeline.clock import Clock, Waits
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, new_announcement, new_message, packed
-from ds_terapipe.pipeline.transport.channels import Channels, channels_of, ends_of
+from ds_terapipe.pipeline.transport.channels import channels_of, ends_of
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 from ds_terapipe.schedule import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Action, Channel, Op, Unit
 
@@ -167,7 +167,7 @@ class Links:
     """
 
     def __init__(
-        self, view: RankView, channels: Channels, device: torch.device, watchdog: Watchdog, host_group: Any
+        self, view: RankView, channels: Mapping[Channel, Any], device: torch.device, watchdog: Watchdog, host_group: Any
     ) -> None:
         self.waits = Waits(Clock(device)) if device.type == "cuda" else None
         self._placement = view.placement

@@ -20,7 +20,7 @@ KNOWN = (
     Known("a rank that has failed is waited for while engines are built", "pipeline.transport.positions",
           "any(position.ended or position == had.get(rank)", "any(position == had.get(rank)",
           f"{_WATCHDOG} -k building_engines_ends"),
-    Known("a wait for a stale lock is said twice", "build_locks", "        if not is_stale(path):\n",
+    Known("a wait for a stale lock is said twice", "build_locks", "        if is_stale(path) is stale:\n",
           "        if True:\n", f"{_REPORT} -k wait_is_said"),
     Known("a stream that goes on is reported", "pipeline.transport.watchdog",
           "since = max(first.since, self._progress)", "since = first.since", f"{_WATCHDOG} -k stream_that_goes_on"),
