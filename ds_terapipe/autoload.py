@@ -30,7 +30,7 @@ def load() -> None:
     Does nothing with ``DS_TERAPIPE_AUTOLOAD=0``. Never raises, and can be called any number of times.
     """
     try:
-        if os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "no", "off"):
+        if is_off():
             return
         if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Watch())
@@ -38,6 +38,11 @@ def load() -> None:
         cover_plugin()
     except Exception:
         logger.debug("no hook on deepspeed.initialize", exc_info=True)
+
+
+def is_off() -> bool:
+    """Whether the environment turns the hook off."""
+    return os.environ.get(SWITCH, "1").strip().lower() in ("0", "false", "no", "off")
 
 
 class _Watch:

@@ -1,6 +1,7 @@
-"""The command ``ds_terapipe prepare-data``, and the help of every command."""
+"""The commands ``ds_terapipe prepare-data`` and ``same-loss``, and the help of every command."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from ds_terapipe import cli
 from ds_terapipe.commands import prepare_data
 from ds_terapipe.commands.preparing import texts
+from ds_terapipe.names import SAME_LOSS
 from tests.test_cli_plan import run
 
 
@@ -57,6 +59,7 @@ def test_without_input_the_standard_library_is_taken_without_its_tests():
     ("text.txt", "old", "--tokenizer: got {}/words.json (WordLevel error: Missing", ("--tokenizer", "{}/words.json")),
     ("text.txt", "old", "--workers: got 0, must be a positive number", ("--workers", 0)),
     ("text.txt", "old", "--append-eod: got it beside", ("--append-eod", "--split-sentences")),
+    ("", "old", '--pattern: got "/x", must be a pattern of file names (Non-relative', ("--pattern", "/x")),
 ])  # fmt: skip
 def test_errors_are_one_line_and_leave_nothing(tmp_path, capsys, monkeypatch, given, prefix, message, arguments):
     monkeypatch.setattr(texts, "PIECE", 20)
@@ -83,3 +86,10 @@ def test_every_commands_help_has_an_example_and_figures_can_be_had_as_json(capsy
         out = capsys.readouterr().out
         assert end.value.code == 0 and ("--json FILE" in out or command == "schema"), command  # which prints JSON
         assert out.split("example:")[1].split()[:2] == ["ds_terapipe", command], command
+
+
+def test_losses_that_are_no_numbers_are_not_the_same(capsys):
+    losses = "open(path, 'w').write('1.0 nan' if ours else '1.0 1.0')"
+    script = f"import json, os; path, _, ours = json.loads(os.environ['{SAME_LOSS}']); {losses}"
+    status, out, err = run(capsys, "same-loss", "--", sys.executable, "-c", script)
+    assert status == 1 and "the losses differ by nan" in err and "2 steps: nan" in out

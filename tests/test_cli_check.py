@@ -9,15 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+from ds_terapipe.commands.checking.bytes import Kept
+from ds_terapipe.commands.checking.planned import memory_model, outcome_of
+from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.commands.checking.ranks import _IF_NAMED, _PRELOADED
 from ds_terapipe.config import parse
+from ds_terapipe.pipeline.placing import Part, _Layer
+from ds_terapipe.plan.costs.hardware import CLUSTERS, Model
+from ds_terapipe.plan.costs.memory import memory_use
+from ds_terapipe.plan.result import _BUBBLE, Plan
+from ds_terapipe.schedule import Placement, order, text_of
 from tests import device
 from tests.pipeline import models
 from tests.pipeline.models import gpt, mean_loss, micro_batch
 from tests.pipeline.test_memory_of_steps import Counted
 from tests.pipeline.training import ADAMW, build_engine, raised
 from tests.spawn import launched
-from tests.test_cli_plan import run
+from tests.test_cli_plan import figures, run, written
 
 # on a device heads are not so narrow, nor slices so short, that the padding of its kernels is more than what they keep
 if device.NAME != "cpu":
@@ -160,9 +168,16 @@ def test_sizes_stand_for_a_script_and_a_plan_that_does_not_fit_is_an_error(tmp_p
 
 def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps(settings(token_pipeline={"slices": "auto"}, train_micro_batch_size_per_gpu=1)))
-    status, out, err = run(capsys, "check", "--world", 12, "--ds-config", config, "--", "train.py", *GPT)
+    block = {"slices": "auto", "weight_gradients": "slice"}
+    config.write_text(json.dumps(settings(token_pipeline=block, train_micro_batch_size_per_gpu=1)))
+    arguments = ["--world", 12, "--ds-config", config, "--json", tmp_path / "said", "--", "train.py", *GPT]
+    status, out, err = run(capsys, "check", *arguments)
     assert status == 0, err
+    plan = json.loads((tmp_path / "said").read_text())["plan"]
+    sizes = {"num_layers": 3, "hidden_size": 512, "num_attention_heads": 8, "vocab_size": 1024}
+    shape = ["--stages", 3, "--tensor-parallel", 2, "--data-parallel", 2, "--seq-length", 128]
+    planned = figures(capsys, "plan", "--ds-config", config, "--model", written(tmp_path / "sizes.json", sizes), *shape)
+    assert plan["predicted_step_s"] == pytest.approx(planned["predicted_step_s"]) and not plan["weights_once"]
     lines = out.splitlines()
     assert lines[0] == "launch: 3 stages x 2 tensor-parallel x 2 replicas = 12 ranks"
     rows = [line.split() for line in lines[3:6]]
@@ -174,6 +189,20 @@ def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     assert int(rows[2][-7].replace(",", "")) == layer + table + 2 * hidden
     assert any(line.startswith("plan: ") and line.endswith("tokens") for line in lines)
     assert "computed" not in out
+
+
+def test_a_searched_order_of_a_plan_is_counted(tmp_path):
+    where, path = Placement.plain(2), tmp_path / "plan.json"
+    lines = text_of(order("terapipe", where, [2] * 3))
+    Plan("searched", (24, 24), 48, where, 3, 1, False, 1.0, bubble=dict.fromkeys(_BUBBLE, 0.0), order=lines).save(path)
+    reports = [
+        Report(stage, 2, 1, 1, (0, 1, 2), ("Block",), 1, Part(stage, stage, (_Layer(True, True),), False, ()), Kept(1, 1, 1),
+               False, None, (), 48, 1, 3, {"plan_path": str(path)}, True, False, Model("m", 2, 64, 2), (0, 1), 0)
+        for stage in range(2)
+    ]  # fmt: skip
+    outcome = outcome_of(reports, CLUSTERS["p3.16xlarge"])
+    assert outcome.schedule == "searched" and len(outcome.uses) == 2
+    assert outcome.uses == memory_use(memory_model(reports), "terapipe", (24, 24), 3)
 
 
 HF = """

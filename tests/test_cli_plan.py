@@ -122,7 +122,9 @@ def test_uneven_stages_get_better_boundaries(capsys, model):
     best = ",".join(map(str, advice["best"]))
     assert f"--stage-layers {best} in place of 1,7" in run(capsys, *arguments, "1,7")[1]
     again = figures(capsys, *arguments, best)
-    assert again["predicted_step_s"] <= advice["predicted_step_s"] * (1 + 1e-9)
+    slices = ",".join(f"{length}x1" for length in found["slices"])
+    same = figures(capsys, "simulate", *arguments[1:], best, "--slices", slices, "--schedule", found["schedule"])
+    assert again["predicted_step_s"] <= same["predicted_step_s"] == pytest.approx(advice["predicted_step_s"], rel=1e-9)
     assert again["stage_layers"]["slowest_stage_gain"] == pytest.approx(0, abs=1e-12)
 
 
@@ -155,8 +157,9 @@ def test_unit_costs_have_the_closed_form(tmp_path, capsys):
     assert len([event for event in events if event.kind == Op.FORWARD.value]) == 4 * 3 * 8
     found = figures(capsys, *arguments[:-1], "interleaved")  # two stages on each place halve what is not at work
     assert found["predicted_step_s"] == pytest.approx(3 * 3 + 3 * 3 / 8 / 2) and found["per_stage"][0]["live_sequences"] < 2
-    lengths = figures(capsys, "simulate", "--stages", 2, "--slices", "128x2,64")
-    assert lengths["slices"] == [128, 128, 64] and lengths["seq_length"] == 320
+    for text, slices in (("128x2,64", [128, 128, 64]), ("320x1", [320])):
+        lengths = figures(capsys, "simulate", "--stages", 2, "--slices", text)
+        assert lengths["slices"] == slices and lengths["seq_length"] == 320
 
 
 def test_schedules_are_compared(tmp_path, capsys):
@@ -206,6 +209,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
+    ("plan --model {grouped} --stages 2 --tensor-parallel 4", "--tensor-parallel: got 4, must be a divisor of the model's 2 key"),
     ("plan --measured {model}", "model.json: format: got null"),
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
@@ -217,7 +221,9 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, capsys, model, measured, arguments, message):
     cut = written(tmp_path / "cut.json", {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9})
-    assert message in fails(capsys, *arguments.format(model=model, measured=measured, cut=cut).split())
+    grouped = written(tmp_path / "grouped.json", {**MODEL, "num_query_groups": 2})
+    given = arguments.format(model=model, measured=measured, cut=cut, grouped=grouped)
+    assert message in fails(capsys, *given.split())
 
 
 def test_analytic_memory_of_the_standard_shape():

@@ -43,6 +43,7 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
         {"zero_optimization": {"stage": 1, "round_robin_gradients": True}, "token_pipeline": {"stages_per_place": 2}},
         "zero_optimization.round_robin_gradients: got true, must be false where layers are placed or may move", "use false",
     ),
+    ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage: got "2", must be a number', "use 0 or 1"),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size: got 2, must be 1", "use 1"),
     ({"data_efficiency": LTD}, "data_efficiency.data_routing.random_ltd.enabled: got true, must be false", "use false"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled: got true", "use false"),

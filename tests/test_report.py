@@ -45,9 +45,10 @@ def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(capsys, tmp_p
     assert ours["compatible"] and ours["remark"].split()[-1] in ("avx512", "avx2", "scalar")
     assert ops["slices_terapipe"]["compatible"]
     assert "cpu_adam" in ops and "cpu_adam" in text
-    monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", "0")
+    monkeypatch.setenv("DS_TERAPIPE_AUTOLOAD", "1")  # the other one is
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     found = report.hook()
-    assert not found["on"] and "DS_TERAPIPE_AUTOLOAD=0 turns it off" in found["problem"]
+    assert not found["on"] and "TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off" in found["problem"]
 
 
 @pytest.fixture

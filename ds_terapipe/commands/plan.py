@@ -81,11 +81,11 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
         return ["stages: the costs do not know single layers, use --model for the best boundaries"], None
     present, best, advice = layers.present, layers.best, layers.advice(_WORTH)
     if isinstance(source, Analytic):
-        other = placed(replace(inputs, source=source.with_layout(best.layers)), found.placement)
-        step_s = found.step_s
+        layout, step_s = source.with_layout(best.layers), found.step_s
+        other = placed(replace(inputs, source=layout), found.placement)
         if other is not None:
             times = other.request.times(other.cost)
-            step_s = times.seconds(found.runs, found.slices) + found.overhead_s
+            step_s = times.seconds(found.runs, found.slices) + layout.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (
             f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "

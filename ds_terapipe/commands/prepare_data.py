@@ -12,7 +12,7 @@ from ds_terapipe.commands.preparing.dataset import write_dataset
 from ds_terapipe.commands.preparing.texts import Reader, pieces_of
 from ds_terapipe.commands.preparing.tokens import BYTE_VOCABULARY, END_OF_DOCUMENT, LONGEST_SENTENCE, encoding_of
 from ds_terapipe.commands.progress import progress
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -121,7 +121,7 @@ def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
     """
     if not inputs:
         root = Path(sysconfig.get_path("stdlib"))
-        found = root.rglob(pattern or "*.py")
+        found = _matching(root, pattern or "*.py")
         files = [path for path in found if not NOT_LIBRARY.intersection(path.relative_to(root).parts)]
     else:
         files = []
@@ -129,9 +129,16 @@ def find_files(inputs: Sequence[str] | None, pattern: str | None) -> list[Path]:
             path = Path(name)
             if not path.exists():
                 raise ConfigError(f"--input: got {name}, which does not exist, use a text file or a folder of them")
-            files += [file for file in path.rglob(pattern or "*") if file.is_file()] if path.is_dir() else [path]
+            files += _matching(path, pattern or "*") if path.is_dir() else [path]
     if not files:
         raise ConfigError(
             f"--input: no file matches {pattern or '*'} in {' '.join(inputs or ['the standard library'])}"
         )
     return sorted(set(files))
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return [path for path in folder.rglob(pattern) if path.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise bad_value("--pattern", pattern, f"a pattern of file names ({error})", 'e.g. "*.txt"') from error

@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, NamedTuple
 
 import ds_terapipe.compat as compat
-from ds_terapipe.autoload import SWITCH
+from ds_terapipe.autoload import SWITCH, is_off
 from ds_terapipe.build_locks import REMOVE, locks, remove_stale
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.progress import progress
@@ -103,8 +103,9 @@ def hook() -> dict[str, Any]:
 
 
 def _why_off() -> str:
-    for name in (SWITCH, "TORCH_DEVICE_BACKEND_AUTOLOAD"):
-        if name in os.environ:
+    torch_switch = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    for name, off in ((SWITCH, is_off()), (torch_switch, os.environ.get(torch_switch, "1") != "1")):
+        if off:
             return f"{name}={os.environ[name]} turns it off; import ds_terapipe in train.py, or call ds_terapipe.initialize"
     entries = importlib.metadata.entry_points(group="torch.backends")
     if "ds_terapipe" not in {entry.name for entry in entries}:

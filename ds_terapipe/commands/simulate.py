@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     if options.compare and options.trace is not None:
         raise bad_value("--trace", options.trace, "absent beside --compare", "--picture, or one schedule")
     lengths = None if options.slices is None else slice_lengths(options.slices, options.seq_length)
-    if lengths is not None and options.seq_length is None and len(lengths) > 1:
+    if lengths is not None and options.seq_length is None:
         options.seq_length = sum(lengths)
     inputs = read_placed(options, unit_costs=True, plan=given)
     slices = given.slices if given else named_lengths(inputs, options.slices)

@@ -26,6 +26,7 @@ from ds_terapipe.schedule.placement import row_word
 
 _EQUAL = 16  # equal lengths are tried for 1 to this many slices
 _EVEN = (*range(1, 17), 20, 24, 28, 32, 40, 48, 56, 64)
+_QUANTA = 1024  # of a sequence at most: a choice takes seconds and memory that grow with their square
 _NEAR = 3  # of the cuts that were timed, so many are searched in
 _SHOWN = (1, 2, 4, 8, 16)  # numbers of slices that are always timed, for comparisons
 
@@ -101,7 +102,8 @@ def plan_of(cost: Cost, request: Request, schedule: str, lengths: tuple[int, ...
 def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
     """Lengths of slices to try, whatever the schedule."""
     total, least = request.seq_length, request.least
-    cuts = Cuts(total, request.granularity, least, request.max_slice)
+    quantum = request.granularity * math.ceil(total / (request.granularity * _QUANTA))
+    cuts = Cuts(total, quantum, least, request.max_slice)
     for count in range(1, min(_EQUAL, total // least) + 1):
         lengths = even(total, count)
         if request.allows(lengths):

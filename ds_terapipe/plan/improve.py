@@ -9,6 +9,7 @@ import numpy as np
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
 from ds_terapipe.plan.evaluate import Candidate, StepTimes
 from ds_terapipe.plan.request import Request
+from ds_terapipe.plan.slices import Cuts
 from ds_terapipe.schedule import SEARCHED, Action, Op, order, text_of, with_weight_gradients
 from ds_terapipe.schedule.numbered import Numbered, Problem
 from ds_terapipe.schedule.search import search
@@ -68,20 +69,18 @@ def improve(times: StepTimes, request: Request, schedule: str, cuts: Sequence[tu
 
 def other_cuts(times: StepTimes, request: Request, lengths: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield cuts into as many slices of equal forward cost, with several weights for what grows with the context."""
-    count, total, quantum = len(lengths), sum(lengths), request.granularity
-    quanta, short = total // quantum, float(request.least)  # the shortest slice whose seconds are known
-    context = np.minimum(quantum * np.arange(quanta, dtype=float), total - short)
-    alone, deeper = np.zeros(quanta), np.zeros(quanta)
+    count, cuts = len(lengths), Cuts(request.seq_length, request.granularity)
+    short = float(request.least)  # the shortest slice whose seconds are known
+    context = np.minimum(cuts.quantum * np.arange(cuts.quanta, dtype=float), cuts.total - short)
+    alone, deeper = np.zeros(cuts.quanta), np.zeros(cuts.quanta)
     for stage in range(times.stages):
-        seconds = times.cost.forward(stage, np.full(quanta, short), context)
+        seconds = times.cost.forward(stage, np.full(cuts.quanta, short), context)
         alone += seconds[0]
         deeper += seconds - seconds[0]
     for weight in _CUTS:
         sums = np.cumsum(alone + weight * deeper)
         ends = np.searchsorted(sums, sums[-1] * np.arange(1, count) / count) + 1
-        counts = np.diff([0, *ends.tolist(), quanta])
-        tokens = [int(each) * quantum for each in counts]
-        cut = (*tokens[:-1], total - sum(tokens[:-1]))
+        cut = cuts.lengths(np.diff([0, *ends, cuts.quanta]).tolist())
         if request.allows(cut):
             yield cut
 

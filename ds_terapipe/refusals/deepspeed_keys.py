@@ -68,6 +68,7 @@ VALUE_RULES = (
     Rule("train_batch_size", _but(Count | None), "a positive number of samples", "e.g. 32, or leave it out"),
     Rule("train_micro_batch_size_per_gpu", _but(Count | None), "a positive number of samples", "e.g. 1"),
     Rule("gradient_accumulation_steps", _but(Count | None), "a positive number of micro-batches", "e.g. 8"),
+    Rule("zero_optimization.stage", _but(_Number), "a number", "0 or 1"),
     Rule("gradient_clipping", _but(_Number), "a number, the largest norm of all gradients", "e.g. 1.0, or 0 for none"),
     Rule("steps_per_print", _no_interval, "a number of steps other than 0, or null", "e.g. 10"),
     Rule("log_level", _but(_Word), "the name of a level", 'e.g. "info"'),

@@ -132,6 +132,12 @@ def test_small_cases_fit_and_are_near_the_best_of_all_plans(cost, quanta, rest, 
         assert found.step_s >= min(feasible) * (1 - 1e-9)
 
 
+def test_a_long_sequence_is_cut_at_1024_places_at_most_and_a_short_one_searched_whole():
+    plan = choose(ExampleCost([1.0, 1.2]), Request(1 << 15, 2, 1))
+    assert len(plan.slices) > 2 and len(set(plan.slices)) > 1 and all(length % 32 == 0 for length in plan.slices)
+    assert choose(ExampleCost([1.0] * 4), Request(7, Placement.interleaved(2, 2), 1, search_s=0.01)).slices == (7,)
+
+
 @pytest.mark.parametrize(
     ("schedule", "micro_batches", "factors"),
     [("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4)],

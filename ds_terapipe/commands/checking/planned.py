@@ -20,6 +20,7 @@ from ds_terapipe.plan.costs.hardware import Cluster
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, compact
+from ds_terapipe.schedule import Schedule
 
 _LAYERS = ("GPTLayer", "Decoder")  # of the models whose sizes are known
 
@@ -55,7 +56,8 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     if first.length is None:
         return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
     model, slices = memory_model(reports), configured_slices(settings, first.stages)
-    schedule, plan = named_schedule(settings), None
+    plan: Plan | None = None
+    schedule: str | Schedule = named_schedule(settings)
     lengths = slice_lengths(first.length, 1 if isinstance(slices, str) else slices, first.multiple)
     if not isinstance(slices, str):
         given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"
@@ -71,11 +73,11 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
         costs = f"costs: {first.sizes.name} on {cluster.name}, estimated from datasheets; the launch measures its own"
         lines = [costs, *plan.lines()]
     if plan is not None:
-        lengths, schedule = plan.slices, plan.schedule
+        lengths, schedule = plan.slices, plan.runs
     # where a place has a frozen and a trained stage it counts as one that goes backward, which is more
     placement = where if len(where.stages) == first.stages else None
     uses = memory_use(model, schedule, lengths, first.micro_batches, first.weights_once, placement)
-    return Outcome(lengths, schedule, uses, plan, tuple(lines))
+    return Outcome(lengths, str(schedule), uses, plan, tuple(lines))
 
 
 def memory_model(reports: Sequence[Report]) -> MemoryModel:
@@ -111,7 +113,8 @@ def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: Mem
     first = reports[0]
     layers = tuple(sum(name in _LAYERS for name in report.layers) for report in reports)
     assert first.sizes is not None and first.length is not None
-    source = Analytic(first.sizes, cluster, layers, first.tensor, first.replicas)
+    once = first.weights_once
+    source = Analytic(first.sizes, cluster, layers, first.tensor, first.replicas, weights_once=once)
     given = settings.memory_gb
     if given is not None:  # of activations and buffers alone
         model = replace(model, stages=tuple(replace(stage, fixed=0.0) for stage in model.stages))
@@ -120,6 +123,6 @@ def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: Mem
         granularity=math.lcm(settings.granularity, first.multiple),
         memory=model, memory_gb=cluster.memory_gb if given is None else given,
         limit_name=f"{cluster.name}: memory_gb" if given is None else "token_pipeline.memory_gb",
-        weights_once=first.weights_once, overhead_s=source.overhead_s,
+        weights_once=once, overhead_s=source.overhead_s,
     )  # fmt: skip
     return choose(source.cost(first.sequences), request)

@@ -38,9 +38,9 @@ def analytic_memory(
             are not counted.
     """
     last = len(layers) - 1
-    hidden, ffn, groups = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size, model.num_query_groups
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size
     attention = model.attention_size / tensor_parallel
-    keys = 2 * attention * (groups or model.num_attention_heads) / model.num_attention_heads
+    keys = 2 * attention * model.groups / model.num_attention_heads
     inner, gates = ffn / tensor_parallel, 2 if model.swiglu else 1
     # norms, inputs of the first matrix of attention and MLP; masks
     whole = 4 * hidden * _HALF + 2 * hidden

@@ -137,10 +137,14 @@ class Model:
         return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
 
     @property
+    def groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrices (12 H² in a GPT of the standard shape)."""
-        groups = self.num_query_groups or self.num_attention_heads
-        keys = self.attention_size * groups // self.num_attention_heads
+        keys = self.attention_size * self.groups // self.num_attention_heads
         attention = self.hidden_size * (2 * self.attention_size + 2 * keys)
         return attention + (3 if self.swiglu else 2) * self.hidden_size * (self.ffn_hidden_size or 4 * self.hidden_size)
 
