@@ -20,7 +20,6 @@ from tests.pipeline.models import (
     FrozenEmbedding,
     Head,
     Plain,
-    Scaled,
     WritingBlock,
     gpt,
     masked_loss,
@@ -100,7 +99,7 @@ def _texts(seed: int, size: int) -> Any:
 
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
     "gpt": (gpt, masked_loss, _masked),
-    "tied": (partial(tied_gpt, tokens=Scaled), masked_loss, _masked),
+    "tied": (tied_gpt, masked_loss, _masked),
     "dropping texts": (layers(Embedding, *[Dropping] * 4, Head), mean_loss, _texts),
     "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
     # the layer behind the frozen ones writes into what these put out
