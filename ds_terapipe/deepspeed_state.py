@@ -190,6 +190,16 @@ def add_to_sums(optimizer: Any) -> None:
         torch._foreach_add_(sums, gradients)
 
 
+def link_sums(optimizer: Any, parameters: Sequence[Any]) -> None:
+    """Have a ``BF16_Optimizer`` count the sums of these parameters' gradients, zeros where there were none in a step."""
+    wanted = set(map(id, parameters))
+    of_groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
+    for group, totals, has in zip(*of_groups, strict=True):
+        for index, parameter in enumerate(group):
+            if id(parameter) in wanted:
+                has[index], parameter._hp_grad = True, totals[index]
+
+
 def leave_reduced(optimizer: Any, averages: Mapping[int, Tensor]) -> list[Any]:
     """Have ``DeepSpeedZeroOptimizer.reduce_gradients`` (0.19.8) take gradients for reduced, and leave them as they are.
 

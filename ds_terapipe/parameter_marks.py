@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 
@@ -19,6 +21,14 @@ def is_torch_shard(parameter: Tensor) -> bool:
 def is_copy(parameter: Tensor) -> bool:
     """Whether the parameter is tied to one of another pipeline stage, which counts, by DeepSpeed's mark."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
+
+
+def count_untied(model: Any) -> None:
+    """Remove the mark from weights of a ``PipelineModule`` that DeepSpeed does not tie: other stages may not have them."""
+    tied = {id(weight) for weight, _ in model.get_tied_weights_and_groups()}
+    for comm in model.tied_comms.values():
+        for parameter in comm["module"].parameters():
+            parameter.ds_pipe_replicated = is_copy(parameter) and id(parameter) in tied
 
 
 def is_counted(parameter: Tensor, tensor_rank: int) -> bool:

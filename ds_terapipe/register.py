@@ -240,6 +240,7 @@ def _pipeline_engine(given: dict[str, Any], config: Mapping[str, Any], during: E
         from .elastic.moves import start
         from .pipeline.engine import TokenPipelineEngine
         from .pipeline.teardown import check_open
+        from .pipeline.tied import tie_all
         from .pipeline.transport.watchdog import launching
 
         compat.require(key)
@@ -258,6 +259,7 @@ def _pipeline_engine(given: dict[str, Any], config: Mapping[str, Any], during: E
     watchdog = during.enter_context(launching(_timeout_s(config)))
     settings = watchdog.job.together(lambda: _checked(config, given))
     watchdog.processes.learn()
+    tie_all(model, watchdog.job.gather)
     if settings[TOKEN_PIPELINE].plan_path is not None and key == TOKEN_PIPELINE:
         settings[TOKEN_PIPELINE] = start.as_planned(settings[TOKEN_PIPELINE], watchdog)
     if settings[TOKEN_PIPELINE].stages_per_place > 1:

@@ -25,6 +25,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import Job
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.overrides import override
+from ds_terapipe.parameter_marks import count_untied
 
 
 def _hook_engine(engine: Any) -> None:
@@ -77,11 +78,8 @@ def set_groups(optimizer: FusedLamb, model: Any, mpu: Any, config: Mapping[str, 
     else:
         norm_group = None if grid is None else grid.get_model_parallel_group()
     tied = dict(model.get_tied_weights_and_groups()) if pipeline else {}
-    for comm in model.tied_comms.values() if pipeline else ():
-        # DeepSpeed marks all parameters of a tied module as copies, also a bias or a table that it does not tie and that the
-        # other stages may not have.
-        for parameter in comm["module"].parameters():
-            parameter.ds_pipe_replicated = parameter.ds_pipe_replicated and parameter in tied
+    if pipeline:
+        count_untied(model)
     optimizer.set_groups(tensor_group, norm_group, tied)
 
 

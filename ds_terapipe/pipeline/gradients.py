@@ -18,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_terapipe.deepspeed_state import add_to_sums
+from ds_terapipe.deepspeed_state import add_to_sums, link_sums
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.operators.gradient_sums import GradientSums, summed
 
@@ -102,9 +102,15 @@ def gradient_name(engine: Any) -> str:
 def reduce_tied(engine: Any) -> None:
     """Reduce the gradients of trained tied weights over the stages that have them; collective.
 
-    DeepSpeed 0.19.8 reduces frozen ones too with bf16, and misses sums of another type than the model's with ZeRO-1.
+    DeepSpeed 0.19.8 reduces frozen ones too with bf16, and misses sums of another type than the model's with ZeRO-1. A stage
+    that does not use a weight has zeros.
     """
-    name = gradient_name(engine)
-    for weight, group in engine.module.get_tied_weights_and_groups():
-        if weight.requires_grad and (gradient := getattr(weight, name)) is not None:
-            dist.all_reduce(gradient, group=group)
+    name, optimizer = gradient_name(engine), engine.optimizer
+    tied = [each for each in engine.module.get_tied_weights_and_groups() if each[0].requires_grad]
+    if name == "_hp_grad":
+        link_sums(optimizer, [weight for weight, _ in tied])
+    for weight, group in tied:
+        if getattr(weight, name) is None:
+            dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else None
+            setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
+        dist.all_reduce(getattr(weight, name), group=group)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.layer_range import modules_of
+from ds_terapipe.pipeline.tied import tied_weights
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Placement
@@ -28,7 +29,7 @@ class Part(NamedTuple):
     first_layer: int
     layers: tuple[_Layer, ...]
     whole: bool  # these layers cannot be divided among stages
-    tied: tuple[tuple[str, bool], ...]  # keys of tied layers, and whether their weights are trained here
+    tied: tuple[tuple[str, tuple[bool, ...]], ...]  # keys of tied layers, and whether each weight is trained here
 
     @property
     def stop_layer(self) -> int:
@@ -85,7 +86,7 @@ def parts_of(module: Any) -> list[Part]:
     if whole:
         trains = any(p.requires_grad for p in module.parameters())
         layers = dict.fromkeys(layers, _Layer(True, trains))
-    tied = tuple((key, any(weight.requires_grad for weight in _weights(one))) for key, one in module.tied_comms.items())
+    tied = tuple((key, tuple(w.requires_grad for w in tied_weights(comm))) for key, comm in module.tied_comms.items())
     return [
         Part(module.stage_id, entries.start, tuple(layers[entry] for entry in entries), whole, tied)
         for entries in chunks.ranges
@@ -106,18 +107,13 @@ def _cut(part: Part, frozen: int) -> int:
     return cut if not part.whole and any(layer.has_weights for layer in before) else part.first_layer
 
 
-def _weights(tied: dict[str, Any]) -> list[Any]:
-    """Return the shared weights of a tied layer."""
-    return [attrgetter(name)(tied["module"]) for name in tied["weight_attr"]]
-
-
 def _check_tied(parts: Sequence[Part]) -> None:
     known: dict[str, Part] = {}
     for part in parts:
         for key, trained in part.tied:
             other = known.setdefault(key, part)
             if dict(other.tied)[key] != trained:
-                on = "trained" if trained else "frozen"
+                on = "trained" if any(trained) else "frozen"
                 raise ConfigError(
                     f'model: got the tied layer "{key}" {on} on stage {part.place} and not on stage {other.place}, must be the '
                     "same on all stages that share it, use requires_grad_() alike"

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from ds_terapipe.elastic.cache import outputs
-from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of
+from ds_terapipe.elastic.cache.outputs import Compute, Counts, OutputCache, level_of, versions_of
 from ds_terapipe.elastic.cache.samples import decode, encode, names
 from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.elastic.cache.store import Tier
@@ -59,7 +59,7 @@ class Stage:
 
     def __init__(self, *layers: nn.Module) -> None:
         self.layers, self.starts = layers, []
-        self.compute = Compute(self.run, True)
+        self.compute = Compute(self.run, True, lambda: versions_of(layers))
 
     def run(self, inputs: Any, start: int, rows: Any = None) -> Any:
         self.starts.append((start, len(inputs)))
@@ -153,13 +153,14 @@ def test_other_weights_or_numbers_are_another_level(monkeypatch: pytest.MonkeyPa
     assert exact != rounded
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(5)])
-def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, said):
+@pytest.mark.parametrize(("layer", "why"), [(nn.Dropout(0.5), "do not follow the samples"), (nn.BatchNorm1d(5), "write into")])
+def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, why, said):
     cache, stage = begun(make(), Slow(), layer.train())
-    for _ in range(3):
+    for _ in range(5):
         step(cache, stage, batch(0))
     assert cache.counts.read == cache.counts.kept == 0 and not cache.active
-    assert len([line for line in said if "not used for 2 layers" in line and "do not follow the samples" in line]) == 1
+    assert len([line for line in said if "not used for 2 layers" in line and why in line]) == 1
+    assert getattr(layer, "num_batches_tracked", 5) == 5 and cache.is_out(2) == (why == "write into")
 
 
 @pytest.mark.parametrize("more", [(), (Slow(),)], ids=["their level", "the next level"])

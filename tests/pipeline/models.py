@@ -38,6 +38,14 @@ class Tokens(nn.Module):
         return F.embedding(tokens, self.weight), positions
 
 
+class Scaled(Tokens):
+    """With a weight of the head's use alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))
+
+
 class Positions(nn.Module):
     """Adds learned positions to embedded tokens."""
 
@@ -97,7 +105,7 @@ class Head(nn.Module):
 
 def tied_logits(tokens: Tokens, hidden: Tensor) -> Tensor:
     """The output projection that shares the token embedding."""
-    return hidden @ tokens.weight.t()
+    return hidden * getattr(tokens, "scale", 1.0) @ tokens.weight.t()
 
 
 def gpt(blocks: int = 4) -> list[Any]:

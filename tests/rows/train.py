@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partialmethod
+from functools import partial, partialmethod
 from inspect import signature
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,14 +18,14 @@ from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from tests.elastic import training
 from tests.megatron import common
-from tests.pipeline.models import MaskedTokenLoss, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
+from tests.pipeline.models import MaskedTokenLoss, Scaled, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
 from tests.pipeline.training import _gradient, allow_fp16, build_engine
 from tests.ran import lengths_of, watched
 from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
 
 SEQUENCES = 2  # of a micro-batch
 LOSSES: dict[str, Any] = {"masked": masked_loss, "per token": MaskedTokenLoss(), "focused": focused_loss}
-SPECS: dict[str, Callable[[int], list[Any]]] = {"gpt": gpt, "tied": tied_gpt, "writing": writing_gpt}
+SPECS: dict[str, Callable[..., list[Any]]] = {"gpt": gpt, "tied": partial(tied_gpt, tokens=Scaled), "writing": writing_gpt}
 SCALE = 128.0  # of an fp16 loss, doubled behind every step from the second on
 LAYER_COSTS = LayerTimes.costs
 END = 0  # token that ends a document, where a sequence has several

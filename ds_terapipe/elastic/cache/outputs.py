@@ -29,6 +29,7 @@ from ds_terapipe.plan.costs.memory import GIGABYTE
 _AHEAD = 2  # micro-batches that are read ahead
 _WAITING = 4  # micro-batches that may wait to be written; further ones are not kept
 CHUNK = 1 << 24  # bytes of a tensor that are summed at once
+_WRITES = 4  # passes that write before the cache is not used: layers may make buffers in their first one
 _TIMED = 4  # times of each kind before reading and computing are compared
 # Relative tolerance for a sample's outputs in another micro-batch; last for 16 bits, or for entries kept as bf16.
 _CLOSE, _CLOSE_16 = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
@@ -44,11 +45,13 @@ class Level(NamedTuple):
 class Compute(NamedTuple):
     """Forward of a stage on a whole micro-batch: ``run(inputs, start)`` runs its layers from ``start`` on.
 
-    A third argument of ``run`` says which rows of the micro-batch the inputs are.
+    A third argument of ``run`` says which rows of the micro-batch the inputs are. ``versions`` returns those of the layers'
+    tensors.
     """
 
     run: Callable[..., Any]
     can_start_inside: bool
+    versions: Callable[[], Any]
 
 
 class _Asked(NamedTuple):
@@ -84,6 +87,13 @@ def level_of(layers: Sequence[Layer], flags: str) -> Level:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum(tensor)}".encode())
     return Level(len(layers), found.hexdigest())
+
+
+def versions_of(layers: Sequence[Layer]) -> list[tuple[int, int, int]]:
+    """Return the versions of the layers' weights and buffers."""
+    tensors = (t for layer in layers for module in modules_of(layer) for t in (*module.parameters(), *module.buffers()))
+    # an assignment to `.data` leaves the version as it is
+    return [(tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors]
 
 
 def _sum(tensor: Tensor) -> int:
@@ -127,6 +137,7 @@ class OutputCache:
         self._writers = ThreadPoolExecutor(1, "cache-write", take_device, (device,))
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._warned_full = False
+        self._writes = 0  # successive passes in which layers wrote into their own tensors
         self._level: Level | None = None
         self._earlier: Level | None = None
         self.counts = Counts()
@@ -143,6 +154,10 @@ class OutputCache:
         """
         if level != self._level:
             self._restart(level, earlier, kept=(level, earlier))
+
+    def is_out(self, layers: int) -> bool:
+        """Whether the cache is not used for these layers, which write into their own tensors in every pass."""
+        return self._writes >= _WRITES and self._level is not None and layers == self._level.layers
 
     def forget(self) -> None:
         """Restart the level, without its entries."""
@@ -165,6 +180,8 @@ class OutputCache:
         for each in (self._level, self._earlier):
             if each is not None and each.folder not in folders:
                 self._writers.submit(_drop, self.tiers, each.folder)
+        if level is None or self._level is None or level.layers != self._level.layers:
+            self._writes = 0
         self._level, self._earlier = level, earlier
         self.counts = Counts()
         self._given: list[Any] = []  # inputs of the step's micro-batches
@@ -235,8 +252,12 @@ class OutputCache:
         else:
             start, given = 0, inputs
             self.counts.computed += samples
+        before = compute.versions()
         outputs = self._timed(compute, given, start)
-        if self._dims is None and self._sound:
+        self._writes = 0 if compute.versions() == before else self._writes + 1
+        if self._writes == _WRITES:
+            self._stop("layers that write into their buffers in every pass")
+        if self._dims is None and self._sound and not self._writes:  # another pass would write again
             self._learn(inputs, outputs, start, compute)
             if start and not self._sound:  # the entries it began with may be wrong
                 outputs = self._timed(compute, inputs, 0)

@@ -19,14 +19,12 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of
-from ds_terapipe.elastic.cache.stage import CachedStage
+from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of, versions_of
+from ds_terapipe.elastic.cache.stage import CachedStage, plain_attributes
 from ds_terapipe.elastic.cache.store import Tier
-from ds_terapipe.elastic.moves.attributes import is_plain
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.documents import Documents
-from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.plan.costs.memory import GIGABYTE
 from ds_terapipe.schedule import Placement
@@ -121,10 +119,8 @@ class CacheSession:
             self.cache = OutputCache(
                 self._tiers(), self._settings.dtype == "bf16", self._device, self._agree, self._say
             )
-        tensors = [t for f in layers for m in modules_of(f) for t in (*m.parameters(), *m.buffers())]
-        # an assignment to `.data` leaves the version as it is
-        known = len(layers), *((tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors)  # some have none
-        if known != self._known:  # other layers, or their weights were modified
+        known = len(layers), *versions_of(layers)  # some have no tensors
+        if known != self._known and not self.cache.is_out(len(layers)):  # other layers, or their weights were modified
             self._known = known
             self.levels = [count for count in self.levels if count < len(layers)]
             earlier = self._level(layers[: self.levels[-1]]) if self.levels else None
@@ -195,11 +191,7 @@ class CacheSession:
 
 
 def _plain_attributes(layers: Sequence[Any]) -> dict[int, Any]:
-    modules = [module for layer in layers for each in modules_of(layer) for module in each.modules()]
-    return {
-        id(each): [pair for pair in vars(each).items() if is_plain(pair[1]) and pair[0] != "training"]
-        for each in modules
-    }
+    return {id(module): [*attributes.items()] for module, attributes in plain_attributes(layers)}
 
 
 def _agreement(engine: Any) -> Callable[[int], int]:

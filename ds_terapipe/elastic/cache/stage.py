@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ds_terapipe.elastic.cache.outputs import Compute
+from ds_terapipe.elastic.cache.outputs import Compute, versions_of
+from ds_terapipe.elastic.moves.attributes import is_plain
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.documents import Documents
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
 from ds_terapipe.pipeline.stage import Stage
@@ -19,6 +22,15 @@ from ds_terapipe.schedule import Unit
 
 if TYPE_CHECKING:
     from ds_terapipe.elastic.cache.session import CacheSession
+
+
+def plain_attributes(layers: Sequence[Any]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the plain attributes of each module of the layers."""
+    modules = [module for layer in layers for each in modules_of(layer) for module in each.modules()]
+    return [
+        (each, {key: value for key, value in vars(each).items() if is_plain(value) and key != "training"})
+        for each in modules
+    ]
 
 
 class CachedStage(Stage):
@@ -55,7 +67,8 @@ class CachedStage(Stage):
         number, span = unit.micro_batch, self._batch.span(unit)
         if number not in self._whole:
             whole = self._batch.cut_inputs(number, self._span(number))
-            compute = Compute(functools.partial(self._run_whole, number), self._can_start_inside)
+            run, versions = functools.partial(self._run_whole, number), functools.partial(versions_of, self._functions)
+            compute = Compute(run, self._can_start_inside, versions)
             self._whole[number] = cache.outputs(number, whole, compute)
         self._memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
         outputs = self._whole[number]
@@ -73,8 +86,11 @@ class CachedStage(Stage):
             documents = Documents([documents.runs[row] for row in rows], documents.total)
         self.context.documents_of = {} if documents is None else {micro_batch: documents}
         unit = Unit(micro_batch, 0)
+        before = [] if rows is None else plain_attributes(self._functions)  # a pass for a comparison does not count
         with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self._autocast():
             outputs = self.layers(copy_of(inputs), start)  # which may run again from the same
+        for module, attributes in before:
+            vars(module).update(attributes)
         self.context.release(micro_batch)
         self.context.documents_of = self._batch.documents
         return outputs
