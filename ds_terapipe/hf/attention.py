@@ -23,6 +23,7 @@ from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 NAME = "ds_terapipe"
 # Implementations of transformers that this one stands in for; others have kernels of their own.
 SERVED = (None, "eager", "sdpa", NAME)
+_WINDOW = "_ds_terapipe_window"  # of a module whose layer has a place in a decoder
 # Arguments that change what attention computes, and are not followed.
 _UNKNOWN = ("position_bias", "s_aux", "cache", "block_table")
 
@@ -31,6 +32,13 @@ def register() -> None:
     """Make :data:`NAME` known to transformers; as often as one likes."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def place_windows(layer: nn.Module, layer_type: str | None, config: Any) -> None:
+    """Note the window that transformers' mask gives a layer by its place, which the layer may not have been built for."""
+    if layer_type in ("full_attention", "sliding_attention"):
+        for module in layer.modules():
+            vars(module)[_WINDOW] = None if layer_type == "full_attention" else getattr(config, "sliding_window", None)
 
 
 def attention(
@@ -73,6 +81,7 @@ def attention(
             f'attn_implementation: got "{NAME}" for a layer that calls it with {given[0]}, must do without, use "eager"'
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    sliding_window = vars(module).get(_WINDOW, sliding_window)
     context = SliceContext.current
     if context is None or is_uncut(context):
         dropout = dropout if context is None or context.dropout else 0.0

@@ -118,6 +118,7 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
         "num_key_value_heads": _HEADS if grouped == heads else _HEADS // 2,
         "intermediate_size": 2 * size,
         "vocab_size": _VOCABULARY,
+        "dtype": torch.float32,  # saving a model leaves a text here, which some models can't be built with
         "sliding_window": _WINDOW,
         "pad_token_id": 0,  # of no token here; some configurations take no None
         "bos_token_id": 0,

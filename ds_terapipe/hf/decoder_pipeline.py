@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.check import check_chain
 from ds_terapipe.hf.layers import Decoder, Embed, Head, Norm, tied_head
 from ds_terapipe.hf.loss import NO_STEP, CausalLMLoss
+from ds_terapipe.hf.parts import check_shared
 from ds_terapipe.hf.positions import documents_of
 from ds_terapipe.hf.record import write_record
 from ds_terapipe.hf.source import Source, source_of
@@ -120,10 +122,13 @@ def pipeline(
     norm = source.parts.norm is not None
     bounds = stage_boundaries(source.config.num_hidden_layers, topology.get_dim("pipe"), counts, (1, 1 + norm))
     stage = topology.get_coord(Job.current().rank).pipe
+    stages = [[part for spec in specs[a:b] for part in _parts(source, spec)] for a, b in pairwise(bounds)]
 
     def check() -> None:
+        # a given model's modules are used as they are, others are made one by one
+        check_shared(source.model, source.parts, stages if source.given else [[part] for part in chain(*stages)])
         check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)], own_loss=loss == CAUSAL_LM)
-        source.check([part for spec in specs[bounds[stage] : bounds[stage + 1]] for part in _parts(source, spec)])
+        source.check(stages[stage])
 
     together(check)
     arguments.setdefault("dynamic_shape", True)  # DeepSpeed's engine then takes batches of other lengths, as ours does

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.hf.attention import place_windows
+from ds_terapipe.hf.parts import without_adapter
 from ds_terapipe.hf.positions import TokenPositions
 from ds_terapipe.hf.source import Source
 from ds_terapipe.pipeline.operators.context import SliceContext, current_span
@@ -47,7 +49,7 @@ class Embed(nn.Module):
         hidden = self.tokens(tokens)
         if self.positions is not None:
             places = TokenPositions.of(given, tokens)
-            rows = cast(int, self.positions.num_embeddings)
+            rows = without_adapter(self.positions).num_embeddings
             if places.span.total > rows:
                 raise ConfigError(
                     f"input_ids: got {places.span.total} tokens, must be at most the model's {rows} positions, use {rows}"
@@ -69,6 +71,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.layer = source.take(f"{source.parts.layers}.{index}")
         self._rotary, self._type = source.rotary, source.layer_type(index)
+        place_windows(self.layer, self._type, source.config)
 
     def forward(self, inputs: Any) -> Hidden:
         hidden, given = _parted(inputs)

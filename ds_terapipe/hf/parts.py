@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -67,7 +68,7 @@ def parts_of(model: Any) -> Parts:
     if several or not found["layers"]:
         odd = [type(module).__name__ for what in several for module in found[what]]
         raise refusal(kind, f"with {' and '.join(odd)}" if odd else "without a list of layers", "another model")
-    tied = head.weight is tokens.weight
+    tied = getattr(head, "weight", None) is tokens.weight
     if tied and getattr(head, "bias", None) is not None:
         raise refusal(kind, "with a bias on tied logits", "a model without")
     name = {what: names[id(modules[0])] if modules else None for what, modules in found.items()}
@@ -77,10 +78,15 @@ def parts_of(model: Any) -> Parts:
     )  # fmt: skip
 
 
+def without_adapter(module: Any) -> Any:
+    """Return the module that peft has put an adapter or a copy around, else the module itself."""
+    return getattr(module, "base_layer", None) or getattr(module, "original_module", module)
+
+
 def _what(module: nn.Module, config: Any) -> str:
     if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers:
         return "layers"
-    if isinstance(module, nn.Embedding):
+    if isinstance(without_adapter(module), nn.Embedding):
         return "positions"
     if isinstance(module, nn.Dropout):
         return "dropout"
@@ -97,3 +103,20 @@ def check_around(model: Any, parts: Parts) -> None:
             said = name or type(model).__name__
             what = f"with a hook or a forward of its own on {said}, which a pipeline does not run"
             raise refusal(model.config.model_type, what, "a model without, or hooks on its layers")
+
+
+def check_shared(model: Any, parts: Parts, groups: Sequence[Sequence[str]]) -> None:
+    """Refuse a trained weight in two groups of modules, each of which would train a copy; not that of tied logits.
+
+    Raises:
+        ConfigError: with both names of a weight.
+    """
+    tied = set(map(id, model.get_submodule(parts.tokens).parameters() if parts.tied else ()))
+    known: dict[int, tuple[int, str]] = {}
+    for number, group in enumerate(groups):
+        weights = ((f"{part}.{n}", p) for part in group for n, p in model.get_submodule(part).named_parameters())
+        for name, weight in weights:
+            first, other = known.setdefault(id(weight), (number, name))
+            if weight.requires_grad and first != number and id(weight) not in tied:
+                what = f"whose {name} is {other}, and each would train a copy of its own"
+                raise refusal(model.config.model_type, what, "weights that one stage alone has")

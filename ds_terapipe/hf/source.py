@@ -146,6 +146,9 @@ def source_of(
         if there is not None and wanted is not None:
             raise ConfigError("lora: got a model that has an adapter, must be without, use model.unload() or no lora")
         what.set_attn_implementation(attention.NAME)
+        for module in what.modules():  # a layer that was copied has a configuration of its own
+            if isinstance(own := getattr(module, "config", None), PreTrainedConfig):
+                own._attn_implementation = attention.NAME
         for tensor in what.state_dict(keep_vars=True).values() if dtype is not None else ():
             if tensor.is_floating_point():  # tables of frequencies are none of these, and stay as precise as they are
                 tensor.data = tensor.data.to(dtype)

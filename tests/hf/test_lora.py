@@ -27,7 +27,7 @@ from tests.spawn import run_ranks
 TIED, SLICED = "llama, tied, dynamic", {"slices": [1, 15, 8]}
 WHOLE = {"modules_to_save": ["lm_head"], "bias": "all"}
 SHARED = {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
-FIRST = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "layers_to_transform": [0]}
+FIRST = {"target_modules": r".*(wpe|h\.0\.attn\.c_attn)", "fan_in_fan_out": True}
 # model, LoraConfig, stages, block, configuration, options of the pipeline
 CASES: dict[str, tuple[str, dict[str, Any], int, Any, dict[str, Any], dict[str, Any]]] = {
     "four stages": ("llama", {"rank_pattern": {"q_proj": 2}}, 4, SLICED, {}, {}),
@@ -154,6 +154,8 @@ def test_an_embedding_that_trains_beside_an_adapter_stays_tied_and_is_in_its_fol
     model.get_input_embeddings().requires_grad_(True)
     source = source_of(model, None, 0)
     assert source.parts.tied and source.adapter is not None and source.adapter.names[f"base_model.model.{name}"] == name
+    saved = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "modules_to_save": ["wpe"], "layers_to_transform": [0]}
+    assert source_of(peft.get_peft_model(model_of("gpt2"), lora(**saved)), None, 0).parts.positions == "transformer.wpe"
 
 
 def test_a_part_that_is_missing_and_an_adapter_of_another_model_are_said(launch: Any, tmp_path: Path) -> None:

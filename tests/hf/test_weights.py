@@ -149,8 +149,11 @@ def check(model: Any) -> None:
 
 
 def test_a_tiny_model_of_a_kind_shares_keys_where_that_kind_does() -> None:
-    tiny = [shrunk(transformers.LlamaConfig(num_attention_heads=8, num_key_value_heads=keys)) for keys in (8, 2)]
-    assert [each.num_key_value_heads for each in tiny] == [4, 2]
+    config = transformers.ApertusConfig(**SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8})
+    config.dtype = "float32"  # as save_pretrained leaves it; kinds that read it take no text
+    assert shrunk(config).num_key_value_heads == 4
+    config.num_key_value_heads = 2
+    assert transformers.ApertusForCausalLM(shrunk(config)).config.num_key_value_heads == 2
 
 
 @pytest.mark.parametrize("name", [*PASS, *OTHERS])
@@ -196,6 +199,15 @@ DAMAGED = {
     "weight": "hf.pipeline: got no model.layers.3.mlp.up_proj.weight in", "pickle": "without model.safetensors",
 }  # fmt: skip
 LLAMA = LlamaConfig(**SMALL)
+
+
+def repeated(rank: int) -> Any:
+    """A model that is one layer twice."""
+    model = LlamaForCausalLM(LLAMA)
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
 # what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
@@ -207,6 +219,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'), ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
     (lambda rank: "llama" if rank == 0 else "nowhere/llama", {}, "nowhere"), (lambda rank: LlamaForCausalLM(LLAMA), {}, "built"),
+    (repeated, {}, "whose model.layers.1.self_attn.q_proj.weight is model.layers.0.self_attn.q_proj.weight, and each would"),
 ]  # fmt: skip
 
 
