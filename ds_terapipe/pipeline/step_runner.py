@@ -129,7 +129,12 @@ class StepRunner:
         self._module.loss_fn.begin_step(weight / grid.data_parallel_size)
 
     def inspect(
-        self, runtime: PipelineRuntime, settings: TokenPipelineConfig, request: StepRequest, batch: StepBatch, defers: bool
+        self,
+        runtime: PipelineRuntime,
+        settings: TokenPipelineConfig,
+        request: StepRequest,
+        batch: StepBatch,
+        defers: bool,
     ) -> bool:
         """Find the sequence dimensions before the first sliced step and evaluation, and verify the slices; collective.
 

@@ -160,7 +160,9 @@ class Inspection:
             loss = MicroBatchLoss(self.loss_fn, labels, label_cuts, cuts, parts)
             for span in parts:
                 part = outputs if span.is_whole else part_of(outputs, cuts, span)
-                loss.add(aliases(like(part, [t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(part)])))
+                loss.add(
+                    aliases(like(part, [t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(part)]))
+                )
             return loss.value
 
         with torch.set_grad_enabled(self.trains):  # a loss may differentiate, as for a penalty of its gradient

@@ -38,7 +38,7 @@ TOLERANCE |= {dtype.to_complex(): TOLERANCE[dtype] for dtype in (torch.float64, 
 _CLOSE = 4e-3
 _CURED = 0.25  # part of such a difference that is left once positions are right
 _TINY = 1e-30
-_SMALL = 1e-3  # of a parameter's numbers: gates and scales of layers begin so small that what they let through is rounding
+_SMALL = 1e-3  # of a parameter's numbers: gates and scales begin so that what they let through is rounding
 _LIKELY = 0.5  # about as large as what a layer adds to hidden states, also where 16 bits round
 _NOT_REPEATED = (
     'it also differs from itself when the slice runs again, so it draws random numbers or has a state; use "verify": false if '
@@ -382,9 +382,7 @@ def _first(found: Iterable[Difference], close: float = math.inf) -> Difference |
     return next((each for each in found if each.error > min(each.tolerance, close)), None)
 
 
-def _differences(
-    layer: str, expected: list[Record], got: list[Record], span: Span, batch: int
-) -> list[Difference]:
+def _differences(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> list[Difference]:
     """Return the differences of all tensors between a slice and the whole sequence, in the order of the run."""
 
     def of_form(text: str) -> list[Difference]:
@@ -392,17 +390,23 @@ def _differences(
 
     found: list[Difference] = []
     if [record[:2] for record in expected] != [record[:2] for record in got]:
-        return of_form(f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence")
+        return of_form(
+            f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
+        )
     for a, b in zip(expected, got, strict=True):
         where = f"the {a.what} of {layer}" + (f", module {a.module}," if a.module else "")
         if len(a.tensors) != len(b.tensors):
-            return of_form(f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence")
+            return of_form(
+                f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"
+            )
         for whole, part in zip(a.tensors, b.tensors, strict=True):
             candidates = list(_corresponding(whole, part, span, batch))
             if not candidates:
                 if a.module:
                     continue  # unknown layout; its effect is compared in later modules
-                return of_form(f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all")
+                return of_form(
+                    f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
+                )
             error = min(_difference(piece, part, row) for piece, row in candidates)
             between = f"between slice and whole sequence (tokens {span.start} to {span.stop})"
             tolerance = max(a.tolerance, TOLERANCE.get(part.dtype, 0.0))
