@@ -43,6 +43,13 @@ class Record:
 
     def __post_init__(self) -> None:
         self.ids = list(map(id, self.originals))
+        self._checked: list[Any] = []
+
+    def check(self) -> None:
+        """Check the group's settings if they are others than before, but for its lr. Raises ConfigError, naming one."""
+        if self._checked != (now := modes.settings_of(self.group)):
+            modes.resolve(self.group)
+            self._checked = now
 
     def fragments(self) -> list[Fragment]:
         """Return where the original parameters are in the group's tensors.

@@ -240,7 +240,7 @@ class FusedLamb(torch.optim.Optimizer):
             The closure's result, else None.
 
         Raises:
-            ConfigError: if the layers within the groups' tensors are not known.
+            ConfigError: if the layers within the groups' tensors are not known, or a group's settings have become bad ones.
             RuntimeError: for sparse gradients. Nothing has been changed then.
         """
         loss = None
@@ -293,6 +293,7 @@ class FusedLamb(torch.optim.Optimizer):
         """The record of a group in ``param_groups``, which a wrapper may have put there alone."""
         for record in self._records:
             if record.group is group:
+                record.check()
                 return record
         raise ConfigError(
             "optimizer.type: got FusedLamb with a parameter group that it was not made with, must be one of its own, use "

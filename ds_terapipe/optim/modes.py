@@ -136,6 +136,11 @@ def checked(name: str, value: Any) -> Any:
         raise bad_value(key(name), value, SETTINGS[name].must, SETTINGS[name].use) from None
 
 
+def settings_of(group: Mapping[str, Any]) -> list[Any]:
+    """Return a parameter group's settings but for its lr, which schedules change."""
+    return [group[name] for name in SETTINGS if name in group and name != "lr"]
+
+
 def resolve(group: dict[str, Any]) -> None:
     """Check a parameter group's settings, and replace None by the mode's values. In place.
 

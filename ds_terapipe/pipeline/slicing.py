@@ -118,8 +118,8 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def like(value: object, tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
-    """Return ``tensors`` in the form of ``value``: the inverse of :func:`as_tuple`."""
-    return tensors[0] if isinstance(value, Tensor) else tuple(tensors)
+    """Return ``tensors`` in the form of ``value``, a named tuple too: the inverse of :func:`as_tuple`."""
+    return tensors[0] if isinstance(value, Tensor) else getattr(type(value), "_make", tuple)(tensors)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

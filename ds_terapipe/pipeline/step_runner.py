@@ -129,9 +129,16 @@ class StepRunner:
         self._module.loss_fn.begin_step(weight / grid.data_parallel_size)
 
     def inspect(
-        self, runtime: PipelineRuntime, settings: TokenPipelineConfig, request: StepRequest, batch: StepBatch
+        self,
+        runtime: PipelineRuntime,
+        settings: TokenPipelineConfig,
+        request: StepRequest,
+        batch: StepBatch,
+        defers: bool,
     ) -> bool:
         """Find the sequence dimensions before the first sliced step and evaluation, and verify the slices; collective.
+
+        ``defers``: whether weight gradients are made once per micro-batch.
 
         Returns:
             Whether this was done now.
@@ -142,7 +149,7 @@ class StepRunner:
         loss_fn = self._module.loss_fn if request.compute_loss else None
         trains = torch.is_grad_enabled()
         verifies = settings.verify and trains not in self._verified
-        Inspection(runtime, self._consensus, settings, verifies, loss_fn).run(batch)
+        Inspection(runtime, self._consensus, settings, verifies, loss_fn, defers).run(batch)
         self._verified.add(trains)
         return True
 

@@ -84,7 +84,8 @@ def cut(engine: Any, batch: StepBatch, plan: SlicePlan, request: StepRequest) ->
 
 def inspect(engine: Any, batch: StepBatch, request: StepRequest) -> None:
     """Inspect the model before the first sliced step, and log what its slices do instead of micro-batches; collective."""
-    if engine._steps.inspect(engine._runtime, engine.token_pipeline, request, batch) and torch.is_grad_enabled():
+    once = engine.makes_weight_gradients_once()
+    if engine._steps.inspect(engine._runtime, engine.token_pipeline, request, batch, once) and torch.is_grad_enabled():
         written = [name for stage in engine._runtime.stages.values() for name in stage.written]
         found = engine._consensus.gather((engine.not_deferred, engine.hooked, written))
         lines = not_deferred_line, hooked_line, written_line

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +36,11 @@ Action = Callable[[FusedLamb], Any]
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_setting_is_named(name: str) -> None:
-    for value in BAD[name]:
+    live = name in (optimizer := made([[(3,)]])).param_groups[0] and name != "lr"  # which is a schedule's
+    for value, is_live in product(BAD[name], {False, live}):
         with pytest.raises(ConfigError, match=rf"^optimizer\.params\.{name}: got ") as caught:
-            FusedLamb([Parameter(torch.ones(3))], **{name: value})
+            optimizer.param_groups[0].update({name: value}) if is_live else made([[(3,)]], **{name: value})
+            optimizer.step()
         assert ", must be " in str(caught.value) and ", use " in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -25,7 +25,7 @@ from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verif
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
-from tests.pipeline.models import HIDDEN, Block, Embedding, Head, mean_loss, micro_batch
+from tests.pipeline.models import HIDDEN, Block, Embedding, Head, MaskedTokenLoss, mean_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine
 from tests.spawn import launched
 
@@ -84,7 +84,8 @@ rotary_cache = lambda self, x: (setattr(self, "most", max(vars(self).get("most",
 Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
 # a gradient is changed in its backward pass
 hooked = lambda change: layer(lambda self, x: ((y := x * 1.0).requires_grad and y.register_hook(partial(change, y)), y)[1])  # noqa: E731
-MeanOverTokens = layer(lambda self, x: x + self.gate * x.mean(1, keepdim=True), gate=lambda: nn.Parameter(torch.zeros(1)))
+gated = lambda change, gate: layer(lambda self, x: change(x, self.gate), gate=lambda: nn.Parameter(torch.full((1,), gate)))  # noqa: E731
+MeanOverTokens = gated(lambda x, gate: x + gate * x.mean(1, keepdim=True), 1e-6)  # as a scale of layers begins
 
 
 def with_middle(layer, embedding=Embedding, head=Head):
@@ -110,6 +111,10 @@ CHANGED = {
     "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
     "clipped gradient": (with_middle(hooked(lambda x, g: g / g.norm())), r"the gradient of the input of layer 3 .* differs"),
     "auxiliary loss": (with_middle(hooked(lambda x, g: g + 1e-6 * x / x.numel())), r"the gradient of the input of layer 3 "),
+    "penalty of weights": (
+        with_middle(gated(lambda x, gate: x + hooked(lambda w, g: g + 10 * w)()(gate), 1.0)),
+        r"the gradient of the parameter gate of layer 3 .* differs",
+    ),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT = ("hand-written", "bert")
@@ -118,12 +123,12 @@ WITHOUT_AMOUNT = ("bert", "square mask", "pooling")
 
 def said_of(specs, loss, slices=SLICES, evaluates=False):
     """Error of the first step, and whether it left weights, gradients and the count of steps alone."""
-    engine = build_engine(specs, loss, token_pipeline=slices)
+    engine, masked = build_engine(specs, loss, token_pipeline=slices), isinstance(loss, ShiftedSum)
     before = copy.deepcopy(engine.module.state_dict())
     if evaluates:
         engine.eval_batch(iter(STEPS[1]))
     try:
-        said = "trained" if math.isfinite(float(engine.train_batch(iter(STEPS[0])))) else "not finite"
+        said = "trained" if math.isfinite(float(engine.train_batch(iter(steps_of(1, 2, masked=masked)[0])))) else "not finite"
     except ConfigError as error:
         said = str(error)
     same = all(torch.equal(value, before[key]) for key, value in engine.module.state_dict().items())
@@ -145,6 +150,13 @@ class Narrow(Attention):
         return super().forward(hidden)
 
 
+class ShiftedSum(MaskedTokenLoss):
+    """A mean that leaves out the last token of every slice, in place of the sequence's."""
+
+    def token_sum(self, logits, labels):
+        return super().token_sum(logits[:, :-1], tuple(each[:, :-1] for each in labels))
+
+
 CANT, NO_MEMORY = "token_pipeline.slices: got a model that can't be cut: the output of layer 3", "does not fit"
 LONG = {
     # model, tokens that fit, loss, what is said; of 24 tokens 12 are looked at first
@@ -152,6 +164,7 @@ LONG = {
     NO_MEMORY: (Narrow, 10, mean_loss, "token_pipeline.verify: got true, must be false where 12 tokens of a layer"),
     "a mask of all": (WholeMask, 24, mean_loss, "trained"),
     "changed": (MeanOverTokens, 24, mean_loss, CANT),
+    "no sum": (Block, 24, ShiftedSum(), "loss_fn: got "),
 }
 
 
@@ -318,6 +331,12 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change(dtype, con
     said = r"the output of layer 4 \(\w+\), module 0, differs by \d\.\de-\d+ between slice and whole"
     with pytest.raises(ConfigError, match=said):
         look(context, [changing(24, lambda x: x * (1 + TOLERANCE[dtype] * 4))], hidden)
+
+
+def test_in_16_bits_wrong_positions_are_found_within_rounding(context):
+    table = torch.randn(24, HIDDEN).bfloat16() / 32
+    with pytest.raises(ConfigError, match=r"the output of layer 4 .* differs by \d\.\de-02 .* from 0 at test_verify\.py"):
+        look(context, [layer(lambda self, x: x + table[: x.shape[1]])()], torch.randn(2, 24, HIDDEN).bfloat16())
 
 
 @pytest.mark.parametrize(("row", "shape"), [(1, (2, 24, HIDDEN)), (0, (24, 2, HIDDEN))])

@@ -97,6 +97,8 @@ LAYERS = {
     "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),
                           linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES))), []),
     "written in place": (lambda: table(in_place), []),
+    "complex": (lambda: net_of(lambda net, x: torch.view_as_real(net.linear(torch.complex(x, x))),
+                linear=nn.Linear(FEATURES, FEATURES, dtype=torch.complex128)), ["linear.weight"]),
 }  # fmt: skip
 
 

@@ -18,11 +18,11 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
-from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.runtime import PipelineRuntime
-from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like
+from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like, part_of
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -53,7 +53,8 @@ class Inspection:
     """Inspection of the model on the first micro-batch; the same on every rank, collective.
 
     Every stage learns its sequence dimensions. ``verifies``: whether to compare slices with the whole; ``loss_fn``:
-    None if there is no loss; ``trains``: whether a loss will run backward.
+    None if there is no loss; ``defers``: whether weight gradients are made once per micro-batch; ``trains``: whether a
+    loss will run backward.
     """
 
     runtime: PipelineRuntime
@@ -61,6 +62,7 @@ class Inspection:
     config: TokenPipelineConfig
     verifies: bool
     loss_fn: Callable[..., Any] | None = None
+    defers: bool = False
     trains: bool = field(default_factory=torch.is_grad_enabled)
 
     def run(self, batch: StepBatch) -> None:
@@ -114,6 +116,7 @@ class Inspection:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted,
                 trains=self.trains and stage.trains and not _is_tensor_parallel(stage.root),
+                keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
             raise ConfigError(
@@ -122,7 +125,9 @@ class Inspection:
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):
             try:
-                loss = self._try_loss(batch, outputs, stage.dims.outputs, spans[-1].stop)
+                loss = self._try_loss(batch, outputs, stage.dims.outputs, spans)
+            except ConfigError:
+                raise
             except Exception as problem:
                 raise ConfigError(
                     f"the data iterator: got labels that the loss_fn fails with, {one_line(problem)}; must fit the model's "
@@ -134,21 +139,37 @@ class Inspection:
                 )
         return outputs
 
-    def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], tokens: int) -> Any:
-        """Return the loss of the first ``tokens``, or of outputs of full length if labels are not cut."""
-        total = batch.lengths[0]
-        label_cuts = batch.label_cuts[0] if batch.label_cuts and tokens < total else None
+    def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span]) -> Any:
+        """Return the loss of the first tokens, or of outputs of full length if labels are not cut.
+
+        Raises ConfigError if a loss that runs slice by slice is another one then.
+        """
+        total, tokens = batch.lengths[0], spans[-1].stop
+        label_cuts = batch.label_cuts[0] if batch.label_cuts else None
         if tokens < total and label_cuts is None:
             shapes = [
                 [total if dimension == cut.row else size for dimension, size in enumerate(tensor.shape)]
                 for tensor, cut in zip(as_tuple(outputs), cuts, strict=True)
             ]
             outputs = like(outputs, [t.new_zeros(shape) for t, shape in zip(as_tuple(outputs), shapes, strict=True)])
-        spans = [Span(0, total, total)] if label_cuts is None else [Span(0, tokens, total), Span(tokens, total, total)]
+
+        def loss_of(parts: Sequence[Span]) -> Any:
+            labels = batch.labels_of(0)
+            if label_cuts is not None:
+                labels = part_of(labels, label_cuts, Span(0, tokens, total))
+            loss = MicroBatchLoss(self.loss_fn, labels, label_cuts, cuts, parts)
+            for span in parts:
+                part = outputs if span.is_whole else part_of(outputs, cuts, span)
+                loss.add(
+                    aliases(like(part, [t.detach().requires_grad_(t.is_floating_point()) for t in as_tuple(part)]))
+                )
+            return loss.value
+
         with torch.set_grad_enabled(self.trains):  # a loss may differentiate, as for a penalty of its gradient
-            loss = MicroBatchLoss(self.loss_fn, batch.labels_of(0), label_cuts, cuts, spans)
-            loss.add(aliases(like(outputs, [t.requires_grad_(t.is_floating_point()) for t in as_tuple(outputs)])))
-        return loss.value
+            whole = loss_of([Span(0, tokens, tokens)])
+            if label_cuts is not None:
+                _check_sums(float(whole), float(loss_of(spans)), as_tuple(outputs)[0].dtype)
+        return whole
 
     def _set_dims(self, probes: dict[int, SequenceProbe]) -> None:
         for number, probe in probes.items():
@@ -205,6 +226,14 @@ class Inspection:
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.number == len(self.runtime.placement.stages) - 1
+
+
+def _check_sums(whole: float, sums: float, dtype: torch.dtype) -> None:
+    if abs(whole - sums) > 10 * TOLERANCE.get(dtype, 0.0) * max(abs(whole), abs(sums)):
+        raise ConfigError(
+            f"loss_fn: got {sums:.6g} from its token_sum / token_weight in slices, must be {whole:.6g} as from its call for the "
+            'whole sequence, use a token_sum that adds up over any slices, "aligned" to shift labels, or a loss without it'
+        )
 
 
 def _is_tensor_parallel(root: Any) -> bool:

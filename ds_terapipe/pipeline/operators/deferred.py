@@ -101,7 +101,8 @@ def _keeper(weight: Tensor) -> WeightGradients | None:
     keeper = None if context is None else context.keeper  # first: None where nothing is deferred
     if keeper is None or torch._C._are_functorch_transforms_active():  # which autograd functions do not know
         return None
-    return keeper if weight.is_leaf and weight.requires_grad and weight.dim() == 2 else None
+    plain = weight.is_leaf and weight.requires_grad and weight.dim() == 2 and not weight.is_complex()
+    return keeper if plain else None
 
 
 def _differentiates(input: Tensor, bias: Tensor | None) -> bool:
