@@ -8,7 +8,7 @@ have one flat tensor for each parameter group, divided among the replicas. ``FP1
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from math import gcd, prod
@@ -159,14 +159,21 @@ def flat_gradients(optimizer: Any) -> list[Tensor]:
     return flat
 
 
-def link_sums(optimizer: Any) -> None:
+def link_sums(optimizer: Any, counted: Iterable[Any] = ()) -> None:
     """Link every parameter of a ``BF16_Optimizer`` to its sum, as 0.19.8 does where a backward pass comes to it.
 
-    Weights that no layer uses have sums of zeros, which replicas reduce with the others.
+    Sums without a backward pass are zeros, which other ranks' may be added to.
+
+    Args:
+        optimizer: the wrapper.
+        counted: parameters whose sums count in the norm of a step, also without a backward pass here.
     """
-    for parameters, totals in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-        for parameter, total in zip(parameters, totals, strict=True):
-            parameter._hp_grad = total
+    wanted = set(map(id, counted))
+    of_groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
+    for parameters, totals, has in zip(*of_groups, strict=True):
+        for index, parameter in enumerate(parameters):
+            parameter._hp_grad = totals[index]
+            has[index] = has[index] or id(parameter) in wanted
 
 
 @torch.no_grad()
@@ -188,16 +195,6 @@ def add_to_sums(optimizer: Any) -> None:
                 gradients.append(parameter.grad.reshape(-1))
     if sums:
         torch._foreach_add_(sums, gradients)
-
-
-def link_sums(optimizer: Any, parameters: Sequence[Any]) -> None:
-    """Have a ``BF16_Optimizer`` count the sums of these parameters' gradients, zeros where there were none in a step."""
-    wanted = set(map(id, parameters))
-    of_groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
-    for group, totals, has in zip(*of_groups, strict=True):
-        for index, parameter in enumerate(group):
-            if id(parameter) in wanted:
-                has[index], parameter._hp_grad = True, totals[index]
 
 
 def leave_reduced(optimizer: Any, averages: Mapping[int, Tensor]) -> list[Any]:

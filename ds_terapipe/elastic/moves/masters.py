@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ds_terapipe.clipping import counting_nothing
-from ds_terapipe.deepspeed_state import Fragment, fragments, unlink
+from ds_terapipe.deepspeed_state import Fragment, fragments, link_sums, unlink
 from ds_terapipe.elastic.moves.shares import Bucket, Share, copy_common
 from ds_terapipe.elastic.moves.transfer import MASTER, described
 from ds_terapipe.errors import ConfigError
@@ -144,6 +144,7 @@ def fill(wrapper: Any, before: Any = None, bucket: Bucket | None = None) -> None
         if hasattr(before, name):
             setattr(wrapper, name, getattr(before, name))
     if isinstance(wrapper, BF16_Optimizer):
+        link_sums(wrapper)
         counting_nothing(wrapper)
 
 
