@@ -12,14 +12,12 @@ from typing import Any
 
 from ds_terapipe.parameter_marks import count_untied
 
-_NAMES = "tied_names"  # attribute of a module: names beside `tied_weight_attr`, by key
-
 
 def tie_all(module: Any, gather: Callable[[Any], list[Any]]) -> None:
     """Tie the weights that all copies of a tied layer have, with the values of the first stage; collective.
 
     Args:
-        module: a ``PipelineModule``.
+        module: a ``PipelineModule`` that was just built, or reassembled.
         gather: gathers a value of each rank.
     """
     common: dict[str, dict[str, Any]] = {}
@@ -27,16 +25,10 @@ def tie_all(module: Any, gather: Callable[[Any], list[Any]]) -> None:
         for key, others in of_rank.items():
             known = common.get(key, others)
             common[key] = {name: shape for name, shape in known.items() if others.get(name) == shape}
-    setattr(module, _NAMES, {key: [*names] for key, names in common.items()})
-    follow_tied(module)
-    module._synchronize_tied_weights()
-
-
-def follow_tied(module: Any) -> None:
-    """Tie the same weights after DeepSpeed has looked for the tied layers of another placement."""
     for key, comm in module.tied_comms.items():
-        comm["weight_attr"] = [*comm["weight_attr"], *getattr(module, _NAMES, {}).get(key, ())]
+        comm["weight_attr"] = [*comm["weight_attr"], *common[key]]
     count_untied(module)
+    module._synchronize_tied_weights()
 
 
 def tied_weights(comm: dict[str, Any]) -> list[Any]:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ds_terapipe.model_chunks import PLACES, ModelChunks, elsewhere
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
-from ds_terapipe.pipeline.tied import follow_tied
 from ds_terapipe.skip_init import skipping_init
 
 LOSS = "loss_fn."  # prefix of the names of the loss's own tensors, if it is a module
@@ -145,7 +144,6 @@ def reassemble(
     finally:
         module._layer_specs, module.seed_layers = specs, seeded
     module.tied_comms = module._index_tied_modules()
-    follow_tied(module)
 
 
 def _bound(module: PipelineModule, parts: list[int], places: Sequence[int]) -> None:

@@ -45,6 +45,7 @@ from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.model_chunks import ModelChunks, entries_on
 from ds_terapipe.pipeline.parameter_groups import settings_of
+from ds_terapipe.pipeline.tied import tie_all
 from ds_terapipe.pipeline.transport.boundary import raw
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
@@ -153,6 +154,7 @@ class Reshape:
             self._fill(name, layers, held[of].tensors[name], received=of != stage)
         with quietly(), self._watchdog.making_groups():
             reassemble(self._module, self._topology, self._parts, self._places, layers)
+            tie_all(self._module, self._consensus.gather)
         leave_loss(self._module)
         drop_copies(self._module, [layer for prefix, layer in self._here.items() if layers.get(prefix) is not layer])
         groups = {
