@@ -209,7 +209,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
-    ("plan --model {grouped} --stages 2 --tensor-parallel 4", "--tensor-parallel: got 4, must be a divisor of the model's 2 key"),
+    ("plan --model {grouped} --stages 2 --tensor-parallel 6", "got 6, must be a divisor of the model's 12 attention heads and 4 key"),
     ("plan --measured {model}", "model.json: format: got null"),
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
@@ -221,7 +221,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, capsys, model, measured, arguments, message):
     cut = written(tmp_path / "cut.json", {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9})
-    grouped = written(tmp_path / "grouped.json", {**MODEL, "num_query_groups": 2})
+    grouped = written(tmp_path / "grouped.json", {**MODEL, "hidden_size": 768, "num_attention_heads": 12, "num_query_groups": 4})
     given = arguments.format(model=model, measured=measured, cut=cut, grouped=grouped)
     assert message in fails(capsys, *given.split())
 

@@ -155,10 +155,7 @@ class LayerRange:
     @property
     def is_reentrant(self) -> bool:
         """Whether layers are checkpointed by a function that needs an input with ``requires_grad``."""
-        return (
-            self.checkpoint_interval > 0
-            and self._module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
-        )
+        return self.checkpoint_interval > 0 and _needs_gradient(self._module.activation_checkpoint_func)
 
     def detaches(self, inputs: Sequence[Tensor]) -> bool:
         """Whether the first checkpoint trains nothing: reentrant, with weights, and inputs without
@@ -175,6 +172,19 @@ class LayerRange:
             ranges = [self.functions[start:stop] for start, stop in self._ranges(interval)]
             self._checkpointed = interval, [bool(self._module._is_checkpointable(each)) for each in ranges]
         return self._checkpointed[1]
+
+
+@functools.cache
+def _needs_gradient(checkpoint: Callable[..., Any]) -> bool:
+    """Whether weights get a gradient by a function that checkpoints only if an input does; the user's is tried."""
+    if checkpoint in (checkpointing.checkpoint, checkpointing.non_reentrant_checkpoint):
+        return bool(checkpoint is checkpointing.checkpoint)
+    weight = torch.ones(1, requires_grad=True)
+    try:
+        with torch.enable_grad():
+            return not checkpoint(lambda inputs: inputs * weight, torch.ones(1)).requires_grad
+    except Exception:  # it expects more of what it runs
+        return True
 
 
 def modules_of(layer: Any) -> Iterator[nn.Module]:

@@ -82,10 +82,10 @@ def check_model(model: Any, cut: bool = True, beside: str = TOKEN_PIPELINE) -> N
 
 
 def has_own_forward(model: Any) -> bool:
-    """Whether the class of a ``PipelineModule`` has another forward than DeepSpeed's, which runs layer after layer."""
+    """Whether a ``PipelineModule``, or its class, has another forward than DeepSpeed's, which runs layer after layer."""
     from deepspeed.runtime.pipe.module import PipelineModule
 
-    return isinstance(model, PipelineModule) and type(model).forward is not PipelineModule.forward
+    return isinstance(model, PipelineModule) and getattr(model.forward, "__func__", None) is not PipelineModule.forward
 
 
 def _refuse(beside: str, where: str, got: str, rule: str, use: str) -> ConfigError:

@@ -18,10 +18,15 @@ import torch.distributed
 
 from ds_terapipe.job import Job
 from ds_terapipe.pipeline.rank_view import RankView
+<<<<<<< HEAD
 from ds_terapipe.pipeline.transport import board, positions, processes, watchdog as watchdog_module
+=======
+from ds_terapipe.pipeline.transport import board, p2p, positions, processes
+from ds_terapipe.pipeline.transport import watchdog as watchdog_module
+>>>>>>> odd3
 from ds_terapipe.pipeline.transport.positions import Position
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog, launching
-from ds_terapipe.schedule import Action, Placement, order, with_messages
+from ds_terapipe.schedule import Action, Placement, Unit, order, with_messages
 
 ACTION = Action.from_text("0F0.0")
 
@@ -158,7 +163,7 @@ def test_time_waited_is_counted_once_and_from_zero_with_a_step(watchdog, clock):
     assert watchdog.waited_s == 0.0
 
 
-def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog):
+def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog, monkeypatch):
     for error in (RuntimeError("shape '[2, 3]' is invalid"), ValueError("Connection closed"), StopIteration()):
         with pytest.raises(type(error)) as caught, watchdog.waiting("the optimiser step"):
             raise error
@@ -172,6 +177,10 @@ def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog)
         with pytest.raises(PipelineStalled) as caught:
             watchdog.wait(message(error), "activations of 0.1 from rank 1")
         assert caught.value.__cause__ is error
+        with monkeypatch.context() as patch:  # one to a rank that is gone is not even issued
+            patch.setattr(p2p.dist, "isend", lambda *args, **kwargs: fails(error).arrive())
+            with pytest.raises(PipelineStalled, match="rank 1 to take activations of 0.1"):
+                p2p.Sender(1, None, watchdog).send(Unit(0, 1), [torch.ones(1)], "activations of 0.1")
 
 
 def test_the_report(watchdog, store, caplog):

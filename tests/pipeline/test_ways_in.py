@@ -82,6 +82,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     attempt("outside the layers", specs(Attention), hook=attention_first)
     reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
     attempt("reentrant", specs(Attention), slices={"slices": 1}, **reentrant)  # cut or not
+    own = {"activation_checkpoint_interval": 1, "activation_checkpoint_func": partial(checkpoint, use_reentrant=False)}
+    attempt("own checkpoint", specs(Attention), module=own)
     return said
 
 
@@ -99,7 +101,7 @@ def test_what_cannot_be_placed_is_refused_before_the_first_step(alone):
     assert "attention is compiled by torch.compile (layer 1 (" in said["compiled function"]
     assert "), micro-batch 0, tokens 0 to" in said["compiled function"]
     assert said["outside the layers"].startswith("PlacementError causal attention is called outside the layers")
-    assert '"use_reentrant": false' in said["reentrant"]
+    assert '"use_reentrant": false' in said["reentrant"] and said["own checkpoint"] == "trained"
 
 
 def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:

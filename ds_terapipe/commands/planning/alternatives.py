@@ -108,7 +108,7 @@ def more_tensor_parallel(inputs: Inputs) -> list[Row] | str:
         return f"tensor parallelism: it takes a whole node's {node} devices already"
     found = []
     for tensor in (source.tensor_parallel * factor for factor in range(2, node // source.tensor_parallel + 1)):
-        if devices % tensor or source.model.groups % tensor:
+        if devices % tensor or not source.model.divides_by(tensor):
             continue
         layers = even_layers(source.model.num_layers, devices // tensor)
         other = source.with_layout(layers, tensor)

@@ -63,7 +63,8 @@ class Sender:
         """Start sending a unit's tensors; a single one must not change until it has been received."""
         if tensors:
             message = packed(tensors)
-            work = dist.isend(message, self._peer, group=self._group)
+            with self._watchdog.waiting(f"rank {self._peer} to take {what}", counts=False):  # it may be gone
+                work = dist.isend(message, self._peer, group=self._group)
             self._pending.append(_Sent(work, message, _version(message), what, unit))
 
     def taken(self, unit: Unit) -> None:
@@ -118,7 +119,8 @@ class Receiver:
             if spec is None:
                 return
             message, tensors = new_message(spec, self._device)
-            work = dist.irecv(message, self._peer, group=self._group) if tensors else None
+            with self._watchdog.waiting(f"messages from rank {self._peer}", counts=False):
+                work = dist.irecv(message, self._peer, group=self._group) if tensors else None
             self._posted.append((self._expected.popleft(), spec, tensors, work))
 
 
@@ -139,13 +141,15 @@ class Announcements:
     def send(self, spec: BoundarySpec) -> None:
         """Announce a spec to the next stage."""
         words = spec.encode()
-        self._pending.append((torch.distributed.isend(words, self._peer, group=self._group, tag=self._tag), words))
+        with self._watchdog.waiting(f"rank {self._peer} to take shapes", counts=False):
+            self._pending.append((torch.distributed.isend(words, self._peer, group=self._group, tag=self._tag), words))
 
     def receive(self, what: str) -> BoundarySpec:
         """Receive the previous stage's announcement."""
         words = new_announcement()
-        work = torch.distributed.irecv(words, self._peer, group=self._group, tag=self._tag)
-        self._watchdog.wait_on_host(work, f"the shapes of {what} from rank {self._peer}")
+        with self._watchdog.waiting(waits := f"the shapes of {what} from rank {self._peer}", counts=False):
+            work = torch.distributed.irecv(words, self._peer, group=self._group, tag=self._tag)
+        self._watchdog.wait_on_host(work, waits)
         return BoundarySpec.decode(words)
 
     def finish(self) -> None:

@@ -141,6 +141,11 @@ class Model:
         """Heads of keys and values."""
         return self.num_query_groups or self.num_attention_heads
 
+    def divides_by(self, tensor: int) -> bool:
+        """Whether so many tensor-parallel devices can share a layer, by megatron-core's rule (0.16)."""
+        groups = self.groups
+        return self.num_attention_heads % tensor == 0 and (groups % tensor == 0 or tensor % groups == 0)
+
     @property
     def layer_parameters(self) -> int:
         """Weights of a layer's matrices (12 H² in a GPT of the standard shape)."""
