@@ -18,12 +18,7 @@ import torch.distributed
 
 from ds_terapipe.job import Job
 from ds_terapipe.pipeline.rank_view import RankView
-<<<<<<< HEAD
-from ds_terapipe.pipeline.transport import board, positions, processes, watchdog as watchdog_module
-=======
-from ds_terapipe.pipeline.transport import board, p2p, positions, processes
-from ds_terapipe.pipeline.transport import watchdog as watchdog_module
->>>>>>> odd3
+from ds_terapipe.pipeline.transport import board, p2p, positions, processes, watchdog as watchdog_module
 from ds_terapipe.pipeline.transport.positions import Position
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog, launching
 from ds_terapipe.schedule import Action, Placement, Unit, order, with_messages
