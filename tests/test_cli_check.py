@@ -144,8 +144,7 @@ def test_every_distinct_rank_is_built_once_and_the_length_is_that_of_the_data(ow
     row = f"torch.zeros({LENGTH}).long()"
     own.write_text(OWN.replace("model=", f"training_data=[(({row}, {row}), {row})] * 99, model="))
     record = tmp_path / "ranks"
-    arguments = [own, json.dumps(settings()), record, 6, 4]
-    checked = stages(capsys, "--world", 8, "--", *arguments)
+    checked = stages(capsys, "--world", 8, "--", own, json.dumps(settings()), record, 6, 4)
     assert record.read_text() == "026"  # of four stages of two replicas the third is as the second
     layers = [["Embedding", "Block"], ["Block"] * 2, ["Block"] * 2, ["Block", "Head"]]
     assert [stage["layers"] for stage in checked] == layers

@@ -68,8 +68,7 @@ def test_every_subcommand_is_shown() -> None:
 def test_files_of_the_docs_are_what_their_script_writes(script: str, of: str, pattern: str) -> None:
     """And there is no picture that a script does not draw."""
     made = runpy.run_path(str(ROOT / "docs" / f"{script}.py"))
-    folder = made["FOLDER"]
-    texts = made[of]()
+    folder, texts = made["FOLDER"], made[of]()
     assert texts == {name: (folder / name).read_text(encoding="utf-8") for name in texts}
     assert not pattern or {path.name for path in (ROOT / "docs").rglob(pattern)} == set(texts)
 

@@ -65,8 +65,7 @@ def load_corpus() -> Corpus:
     """The running Python's standard library, split by file name."""
     top, parts, digest = Path(sysconfig.get_paths()["stdlib"]), ([], []), hashlib.sha256()
     for path in find_files(None, None):
-        name = path.relative_to(top)
-        content = path.read_bytes()
+        name, content = path.relative_to(top), path.read_bytes()
         digest.update(content)
         number = int.from_bytes(hashlib.sha256(name.as_posix().encode()).digest()[:4], "big")
         parts[number % HELD_OUT == 0].append(content[: len(content) // SEQUENCE * SEQUENCE])

@@ -85,8 +85,7 @@ def _call(name: str, given: dict[str, Any], turned: Callable[[Tensor], Tensor]) 
     left = given.get("window_size_left")
     if left is not None:
         hidden = hidden | all_hidden.tril(columns - rows - left - 1)
-    scale = given.get("scale")
-    bias = given.get("attn_bias", given.get("bias"))
+    scale, bias = given.get("scale"), given.get("attn_bias", given.get("bias"))
     return _Call(query, key, value, bias, hidden, query.shape[-1] ** -0.5 if scale is None else scale)
 
 

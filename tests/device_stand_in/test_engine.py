@@ -87,8 +87,7 @@ def all_losses(rank: int, world_size: int, cases: list[tuple[int, int, str]]) ->
 def cases_of(ranks: int) -> list[tuple[int, int, str]]:
     """Stages, tensors on a boundary, schedule: each schedule with one tensor on 3 ranks, and with two on 2 and 4, or reversed;
     every other one on replicas."""
-    stages = {2: (2,), 3: (3,), 4: (4, 2)}[ranks]
-    cases = itertools.product(stages, enumerate(ORDERS))
+    cases = itertools.product({2: (2,), 3: (3,), 4: (4, 2)}[ranks], enumerate(ORDERS))
     return [(n, 1 + (ranks + number) % 2, order) for n, (number, order) in cases if n == ranks or number % 2]
 
 

@@ -65,8 +65,7 @@ def train(rank: int, world_size: int, left_out: str | None) -> Found:
         data = [micro_batch(10 * (step % 2) + m, masked=False) for m in range(MICRO_BATCHES)]
         losses.append(float(engine.train_batch(iter(data))))
     torch.cuda.synchronize()
-    read = engine.cache_counts.read
-    return Found(losses, sorted(runtime.races()), read)
+    return Found(losses, sorted(runtime.races()), engine.cache_counts.read)
 
 
 whole = launched(train, 2, None, timeout=200.0, env=CHECKED)
@@ -82,5 +81,4 @@ def test_a_training_has_no_race(whole: list[Found]) -> None:
 
 @pytest.mark.parametrize("fixture", ["inputs_not_awaited", "given_back", "no_messages", "no_event"])
 def test_a_wait_that_is_left_out_is_a_race(fixture: str, whole: list[Found], request: pytest.FixtureRequest) -> None:
-    ranks = request.getfixturevalue(fixture)
-    assert [race for found in ranks for race in found.races], "no access raced"
+    assert [race for found in request.getfixturevalue(fixture) for race in found.races], "no access raced"

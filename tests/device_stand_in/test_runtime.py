@@ -40,8 +40,7 @@ def races(queues: str) -> dict[str, list[str]]:
 def test_the_sources_compile_without_a_warning(tmp_path):
     _headers()
     assert {"-Wall", "-Wextra", "-Werror"} <= set(build_module.FLAGS)
-    environment = build(tmp_path)
-    assert os.path.getsize(environment["LD_PRELOAD"]) and (tmp_path / "libcuda.so.1").is_file()
+    assert os.path.getsize(build(tmp_path)["LD_PRELOAD"]) and (tmp_path / "libcuda.so.1").is_file()
 
 
 @needs_cuda_build

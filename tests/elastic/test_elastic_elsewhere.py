@@ -200,8 +200,7 @@ def test_a_universal_checkpoint_is_for_any_tensor_parallel_size(tmp_path: Path) 
 
 
 def refused(folder: str) -> list[str]:
-    found = []
-    plain = Case("texts", "adamw", 2, (), ())
+    found, plain = [], Case("texts", "adamw", 2, (), ())
     for case, options in ((plain, {}), (replace(plain, precision="ZeRO-1"), {"load_module_only": True})):
         engine = engine_of(case, training_data=Texts(SAMPLES), config=UNIVERSAL)
         found.append(raised(lambda engine=engine, options=options: engine.load_checkpoint(folder, tag="none", **options)))

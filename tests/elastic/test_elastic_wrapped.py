@@ -171,8 +171,7 @@ def test_masters_and_moments_are_the_same_bits_behind_a_change(ranks: Any, name:
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_takes_a_bucket_beside_what_a_rank_had(ranks: Any, name: str) -> None:
     """Its sums are the same on all ranks; where one has no room for a bucket, all have it on the host, and say so."""
-    case = CASES[name][0]
-    summed = [rank[name]["sums"] for rank in ranks]
+    case, summed = CASES[name][0], [rank[name]["sums"] for rank in ranks]
     assert summed[0] == summed[1] and len(summed[0]) == len(case.transitions)
     divided = name.startswith("bf16") or "ZeRO" in name  # without either nothing is summed
     sizes = [size for change in summed[0] for size, kind in change if kind == torch.float32]

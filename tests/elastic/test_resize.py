@@ -118,8 +118,7 @@ def test_a_predicted_step_takes_as_long_as_its_actions(places: int, each: int, s
 
 def test_a_place_has_fewer_stages_where_there_are_few_layers() -> None:
     settings = TokenPipelineConfig(slices=2, stages_per_place=2, placement="v")
-    found = [places_of(places, settings, layers=6) for places in (1, 2, 4)]
-    assert found == [(0,), (0, 1, 1, 0), (0, 1, 2, 3)]
+    assert [places_of(places, settings, layers=6) for places in (1, 2, 4)] == [(0,), (0, 1, 1, 0), (0, 1, 2, 3)]
 
 
 def prediction(stages: int, seconds: float, peak: float = 0.0) -> Prediction:

@@ -48,8 +48,7 @@ class Case:
 
     def elastic(self, **more: Any) -> dict[str, Any]:
         freeze = {"policy": "schedule", "frozen_layers": [list(pair) for pair in self.freeze]} if self.freeze else {}
-        resize = {"policy": [list(pair) for pair in self.resize] or "off"}
-        return {"freeze": freeze, "resize": resize, **more}
+        return {"freeze": freeze, "resize": {"policy": [list(pair) for pair in self.resize] or "off"}, **more}
 
 
 class Dropping(Block):

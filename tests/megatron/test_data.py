@@ -323,8 +323,7 @@ def test_pixels_and_labels_are_those_of_the_files(tmp_path: Path) -> None:
 
 def test_every_epoch_has_each_image_once_in_an_order_of_its_own(tmp_path: Path) -> None:
     folder = ImageFolder(write_images(tmp_path / "images", {"cat": 8, "dog": 8}))
-    everything = [file for files in folder.images for file in files]
-    images = Images(everything, 48, (2, 2), 3, seed=1)
+    images = Images([file for files in folder.images for file in files], 48, (2, 2), 3, seed=1)
     assert len(images) == 48
     seen = [(float(pixels[0, 1, 1]), label) for pixels, label in (images[index] for index in range(48))]
     epochs = [seen[start : start + 16] for start in (0, 16, 32)]

@@ -93,8 +93,7 @@ def test_groups_keep_their_proportion_and_a_tensor_its_place() -> None:
     loaded = sgd(0.1, 0.01, 0.0, 0.05, default=0.1)
     loaded.load_state_dict(optimizer.state_dict())
     for ended in (optimizer, loaded):  # at an LR of zero: a second training begins at the first one's start
-        second = LambWarmup(ended, batch_size=64, **PARAMS)
-        assert second.get_lr() == close([2e-4, 2e-5, 0.0, 1e-4])
+        assert LambWarmup(ended, batch_size=64, **PARAMS).get_lr() == close([2e-4, 2e-5, 0.0, 1e-4])
         assert torch.optim.lr_scheduler.LinearLR(ended).base_lrs == close([0.1, 0.01, 0.0, 0.05])
 
 

@@ -171,8 +171,7 @@ def read(settings: dict[str, Any], **arguments: Any) -> json_keys.JsonKeys:
 
 def test_the_users_configuration_stays_as_it_was() -> None:
     settings = {**params(max_grad_norm=2.0), "scheduler": MIXED}
-    before = json.dumps(settings)
-    keys = read(settings)
+    before, keys = json.dumps(settings), read(settings)
     assert json.dumps(settings) == before
     assert keys.config["gradient_clipping"] == 2.0 and "max_grad_norm" not in keys.config["optimizer"]["params"]
     assert keys.config["zero_allow_untested_optimizer"] is True and keys.config["train_batch_size"] == 8

@@ -113,8 +113,7 @@ def names() -> set[str]:
 
 def collected() -> dict[str, Any]:
     """An engine that is never destroyed; then one that is destroyed after its job."""
-    before = names()
-    engine = build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
+    before, engine = names(), build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
     engine.train_batch(data())
     made, engines = names() - before, weakref.ref(engine)
     del engine

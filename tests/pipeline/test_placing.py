@@ -153,8 +153,7 @@ def held(engine: Any) -> list[dict[str, Any]]:
     """The model's weights, or masters, and moments, whole; loss scale, counts and rate."""
     names, wrapper, state = dict(engine.module.named_parameters()), engine.optimizer, engine.basic_optimizer.state
     plain = {} if hasattr(wrapper, "optimizer") else {name: (p, *map(state[p].get, MOMENTS)) for name, p in names.items()}
-    of_name = plain or kept(engine)
-    found = {id(names[name]): tensors for name, tensors in of_name.items()}
+    found = {id(names[name]): tensors for name, tensors in (plain or kept(engine)).items()}
     copies = set[str]()
     whole = [common.whole_tensors(engine.module, lambda p, n=n: found[id(p)][n], copies) for n in range(3)]  # type: ignore[misc]
     assert copies <= {"tied_modules.tokens.shift"}
@@ -169,8 +168,7 @@ def exchanged(engines: dict[str, Any], folder: str, precision: str) -> Iterator[
         first, second = ([step] for step in steps_of(2 * len(engines), 2)[2 * number :][:2])
         train(engine, first * 2)
         engine.save_checkpoint(f"{folder}/{precision}", tag=saver, client_state={"note": saver})
-        saved = held(engine)
-        losses = train(engine, second).losses
+        saved, losses = held(engine), train(engine, second).losses
         for loader in (name for name in engines if name not in (saver, "uneven") and (saver != "uneven" or name in PLACED)):
             client = engines[loader].load_checkpoint(f"{folder}/{precision}", tag=saver)[1]
             assert ("terapipe" in str(client.keys())) == (loader == "own") and client["note"] == saver

@@ -220,8 +220,7 @@ def test_what_is_planned_is_what_runs(path, known_by):
         run = Run(measurements_path=path)
     elif known_by != "trials":
         slices, seconds = (600, 424), StepTimes(TRUTH, STAGES, 8).seconds
-        took = seconds("terapipe", slices)
-        plan = dataclasses.replace(plan, slices=slices, schedule="terapipe", step_s=took)
+        plan = dataclasses.replace(plan, slices=slices, schedule="terapipe", step_s=seconds("terapipe", slices))
     if known_by == "plan":
         plan.save(path.parent / "other.json")
         run = Run(plan_path=path.parent / "other.json", micro_batches=8)

@@ -34,8 +34,7 @@ def test_a_slice_is_the_sum_of_its_parts(length, context, sequences, p, blocking
     """The formula, written out once more in the terms of a GPT of the standard shape (12 H² weights in a layer)."""
     cost = cost_of(sequences=sequences, tensor_parallel=p, blocking_messages=blocking)
     h, heads, b, both = 12288, 96, sequences, length + context
-    products = 72 * b * length * h**2 / (p * 80e12)
-    traffic = 6 * 24 * h**2 / (p * 900e9)
+    products, traffic = 72 * b * length * h**2 / (p * 80e12), 6 * 24 * h**2 / (p * 900e9)
     attention = 12 * b * length * both * h / (p * 20e12) + 10 * b * heads / p * length * both / 900e9
     all_reduce = 4 * 2 * (p - 1) / p * 2 * b * length * h / 30e9
     layer = 1e-3 + max(products, traffic) + attention + all_reduce

@@ -43,8 +43,7 @@ def memory(stages):
 @settings(deadline=None, max_examples=80)
 @given(strategies.placements(), strategies.names_and_late, lengths_of_slices, st.integers(1, 4), st.booleans(), st.data())
 def test_step_times_are_the_simulators_on_any_placement(placement, schedule, lengths, micro_batches, once, data):
-    count = len(placement.stages)
-    times = StepTimes(data.draw(costs(count)), placement, micro_batches, once)
+    times = StepTimes(data.draw(costs(len(placement.stages))), placement, micro_batches, once)
     result = times.simulate(schedule, lengths)
     validate(result.grid, [len(lengths)] * micro_batches, schedule, placement)
     assert len(result.places) == placement.places

@@ -28,8 +28,7 @@ def closed_form(figure, rates):
     order ``terapipe``.
     """
     setting = figure.setting
-    cost = layout_cost(setting, rates)
-    length = np.array(figure.slices, dtype=float)
+    cost, length = layout_cost(setting, rates), np.array(figure.slices, dtype=float)
     context = np.cumsum(length) - length
     passes = (cost.forward(0, length, context), cost.backward(0, length, context))
     flow = sum(figure.sequences * np.sum(seconds) + (setting.stages - 1) * np.max(seconds) for seconds in passes)

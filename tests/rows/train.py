@@ -131,11 +131,9 @@ def train(rank: int, world_size: int, row: Row, folder: str) -> Found:
         allow_fp16()
     # stages that are cut by times would change the bits
     LayerTimes.costs = (lambda self: None) if row.resume == "here" else LAYER_COSTS
-    run = _Run(row, row.layout)
-    begin = row.saved_after
+    run, begin = _Run(row, row.layout), row.saved_after
     if begin is None:
-        trained = run.steps(range(row.steps))
-        return Found(trained, None, run.wrong, run.close())
+        return Found(run.steps(range(row.steps)), None, run.wrong, run.close())
     before = run.steps(range(begin))
     run.engine.save_checkpoint(folder)
     after = run.steps(range(begin, row.steps))

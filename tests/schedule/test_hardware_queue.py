@@ -45,8 +45,7 @@ def test_two_receives_ahead_lock_up(name, stages, shape):
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_collectives_beside_the_messages_come_to_their_end_and_in_another_order_they_do_not(name, stages):
-    placement = as_placement(stages)
-    grid = lowered(name, placement, [2, 3], weights=True)
+    grid = lowered(name, as_placement(stages), [2, 3], weights=True)
     programs = {place: program_of(row) for place, row in enumerate(grid)}
     ranks = with_collectives(programs, tensor_parallel=2, replicas=2, tied=(0, stages - 1))
     assert len(ranks) == 4 * stages and ended(ranks)

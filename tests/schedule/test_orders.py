@@ -116,8 +116,7 @@ def live_units(row):
 
 @given(strategies.stages, strategies.slices)
 def test_1f1b_holds_units_of_stages_and_slices_first_in_first_out_over_micro_batches(stages, slices):
-    grid = order("1f1b", stages, slices)
-    peaks = peak_live_units("1f1b", stages, slices)
+    grid, peaks = order("1f1b", stages, slices), peak_live_units("1f1b", stages, slices)
     assert peaks == [max(live_units(row)) for row in grid]
     assert peaks == [min(sum(slices), stages - stage + max(slices) - 1) for stage in range(stages)]
     for row in grid:  # and last in first out over slices

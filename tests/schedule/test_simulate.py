@@ -91,8 +91,7 @@ def test_the_parts_of_the_bubble_name_their_cause():
 
 def test_what_a_forward_only_stage_holds_is_not_live():
     placement, each = Placement.of([0, 0, 1], forward_only=1), lambda action: 10**action.stage
-    grid = order("1f1b", placement, [2, 2])
-    result = simulate(grid, lambda action: 1.0, tokens=each, placement=placement)
+    result = simulate(order("1f1b", placement, [2, 2]), lambda action: 1.0, tokens=each, placement=placement)
     assert [place[4:] for place in result.places] == [(3, 30), (2, 200)]
     nothing_live = simulate(forward_only(3, [2, 2]), lambda action: 1.0)
     assert nothing_live.makespan == 4 + 2 and [place[4:] for place in nothing_live.places] == [(0, 0)] * 3

@@ -91,8 +91,7 @@ def test_what_is_right_passes():
     validate(order("1f1b", 2, [1] * 4), [1] * 4, "terapipe")  # fewer live units are as good
     validate(grid_of("0F0.0 0F0.1 0F0.2 0B0.2 0B0.1 0W0.1 0B0.0 0W0.0"), [3], "1f1b")
     for placement in (FOLDED, Placement.of([0, 1, 1, 0], forward_only=4)):  # an evaluation has no backward on either
-        grid = forward_only(placement, [2])
-        validate(with_messages(grid, placement), [2], None, placement)
+        validate(with_messages(forward_only(placement, [2]), placement), [2], None, placement)
     with pytest.raises(ScheduleError, match=r"3B0\.0 is missing"):
         validate(forward_only(FOLDED, [1]), [1], "1f1b", FOLDED)
 
