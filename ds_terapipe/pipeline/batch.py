@@ -41,6 +41,7 @@ class StepBatch:
     multiple: int = 1  # of tokens that every slice is
     signatures: list[int] = field(default_factory=list)
     spans: list[tuple[Span, ...]] = field(default_factory=list)
+    is_cut: bool = False  # whether some replica's micro-batch is; its other slices may be padding that is left out
     load: Callable[[Any], Any] = _there
     _loaded: tuple[int, Any] | None = None  # a micro-batch and its inputs, until its last slice
 
@@ -51,7 +52,14 @@ class StepBatch:
 
     def cut(self, slices: int | Sequence[int], *, skips_padding: bool = False) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths; perhaps without those of padding only."""
-        self.spans = [spans(slice_lengths(length, slices, self.multiple)) for length in self.lengths]
+
+        def cut(length: int) -> tuple[Span, ...]:
+            # given ones have been checked, automatic ones may be more than a short sequence has tokens
+            few = max(min(slices, length // self.multiple), 1) if isinstance(slices, int) else slices
+            return spans(slice_lengths(length, few, self.multiple))
+
+        self.spans = [cut(length) for length in self.lengths]
+        self.is_cut = len(cut(max(self.everywhere or self.lengths))) > 1
         for number, documents in self.documents.items() if skips_padding else ():
             first, *others = self.spans[number]
             self.spans[number] = (first, *(span for span in others if span.start < documents.used))

@@ -143,7 +143,7 @@ class StepRunner:
         Returns:
             Whether this was done now.
         """
-        if runtime.is_inspected or all(spans[0].is_whole for spans in batch.spans):
+        if runtime.is_inspected or not batch.is_cut:
             return False
         check_loss(self._module.loss_fn)
         loss_fn = self._module.loss_fn if request.compute_loss else None

@@ -37,7 +37,7 @@ def train(engine: Any) -> Tensor:
     cut(engine, batch, plan, request)
     inspect(engine, batch, request)
     counts = batch.slice_counts()
-    grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if max(counts) > 1 else ())
+    grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if batch.is_cut else ())
     step = engine.global_steps + 1
     traced = engine._trace.wants(step)
     recorder.begin(step, wanted=traced or plan.recorded)

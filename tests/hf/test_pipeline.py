@@ -20,7 +20,7 @@ from ds_terapipe.hf.record import names_of
 from ds_terapipe.hf.weights import Weights
 from tests.hf.families import SGD, compared, features, model_of, renamed, train_alone, train_in_pipeline, without_key_biases
 from tests.pipeline.host_reads import host_reads
-from tests.pipeline.training import Trace, build_engine, worst
+from tests.pipeline.training import Trace, build_engine, mine, worst
 from tests.spawn import launched
 
 STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
@@ -94,18 +94,19 @@ def padded() -> tuple[int, list[str]]:
     return len(made), reads
 
 
-def short() -> tuple[float, list[Any], float]:
-    """Difference from one process where all rows end in padding, the slices that ran, and the logits' from padding on."""
+def short(stages: int, slices: int) -> tuple[float, list[Any], float]:
+    """Difference from one process, slices that ran, and the logits' length, where rows end in padding: of one replica, or all."""
     model, (step, *_) = model_of("qwen2"), batches_of("plain", "plain")
-    for each in step:
+    for each in step[:stages]:
         each["attention_mask"] = torch.ones_like(each["input_ids"])
         each["attention_mask"][:, 11:] = 0
         each["labels"][:, 11:] = -100
     expected = train_alone(copy.deepcopy(model), [step])
-    engine = build_engine([], None, made=hf.pipeline(model, num_stages=2), token_pipeline={"slices": 4}, optimizer=SGD)
-    loss = float(engine.train_batch(iter([hf.batch(features) for features in step])))
-    ran = engine.slices_run
-    _, logits = engine.eval_batch(iter([hf.batch(features) for features in step]), return_logits=True)
+    keys, made = {"slices": slices}, hf.pipeline(model, num_stages=stages)
+    engine = build_engine([], None, made=made, token_pipeline=keys, optimizer=SGD, micro_batches=stages)
+    here = [hf.batch(features) for features in mine(engine, step)]
+    loss, ran = float(engine.train_batch(iter(here))), engine.slices_run
+    _, logits = engine.eval_batch(iter(here), return_logits=True)
     engine.destroy()
     return abs(loss / expected.losses[0] - 1), ran, 0 if logits is None else logits.shape[1]
 
@@ -179,7 +180,7 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:
     elastic = {family: frozen_and_moved(family, *case, Path(folder, family)) for family, case in ELASTIC.items()}
-    rest = padded(), without_an_optimizer(rank), elastic, short()
+    rest = padded(), without_an_optimizer(rank), elastic, (short(2, 4), short(1, 2))
     return without_the_key(), means_over_a_step(), *rest
 
 
@@ -203,8 +204,9 @@ def test_a_rank_without_an_optimizer_and_one_without_trained_weights_are_named(r
 
 
 def test_slices_of_padding_alone_are_not_run_where_no_output_is_asked_for(ranks: list[Any]) -> None:
-    for *_, (off, ran, logits) in ranks:
-        assert off <= TOLERANCE and ran == ((6, 6), (6, 6)) and logits in (0, 24)
+    for ran, (*_, (of_stages, of_replicas)) in zip((((12,),), ((12, 12),)), ranks, strict=True):
+        for wanted, (off, slices, logits) in ((((6, 6), (6, 6)), of_stages), (ran, of_replicas)):
+            assert off <= TOLERANCE and slices == wanted and logits in (0, 24)
 
 
 @pytest.mark.parametrize("family", ELASTIC)

@@ -5,7 +5,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
 
 from ds_terapipe.clipping import clip_gradients
 from ds_terapipe.pipeline import replicas
@@ -33,14 +32,6 @@ OF_ZERO: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (  # keys of ``zero
 SETTINGS += tuple({**others, "zero_optimization": {"stage": 1, "reduce_bucket_size": 10000, **keys}} for keys, others in OF_ZERO)
 
 
-class Spare(Block):
-    """A layer with weights that nothing uses, which no backward pass comes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = torch.nn.Linear(HIDDEN, HIDDEN)
-
-
 def trained(setting: dict[str, Any], alone: int) -> tuple[list[torch.Tensor], list[Any], int, int, int]:
     """Weights, losses and norms after some steps; elements sent and copied into flat ones; gradients that began."""
     flatten = torch._utils._flatten_dense_tensors
@@ -48,8 +39,10 @@ def trained(setting: dict[str, Any], alone: int) -> tuple[list[torch.Tensor], li
     config = {key: value for key, value in setting.items() if key != SUMMED}
     with mock.patch.multiple(replicas, _ALONE=alone, _begin=begin), mock.patch.object(dist, "all_reduce", send):
         keys, (first, _, *others) = {"slices": 3}, gpt()
-        layer = Block if "zero_optimization" in setting else Spare  # ZeRO leaves such weights out
-        model = [first, LayerSpec(layer), *others]
+        torch.manual_seed(STEPS)
+        model = [first, layer := Block(), *others]
+        if "zero_optimization" not in setting:  # which leaves weights out that no backward pass comes to
+            layer.spare = torch.nn.Linear(HIDDEN, HIDDEN)
         engine = build_engine(model, masked_loss, token_pipeline=keys, stages=1, optimizer=ADAMW, clip=0.5, config=config)
         engine.flatten = flatten
         engine.gradient_average = engine.optimizer.gradient_average = setting.get(SUMMED, True)

@@ -14,7 +14,7 @@ from ds_terapipe.config import parse
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.recording import report
-from ds_terapipe.pipeline.recording.report import StepReport, emit, log_step
+from ds_terapipe.pipeline.recording.report import StepReport, log_step
 from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
@@ -32,16 +32,11 @@ def test_a_line_counts_tokens_whatever_the_slices(lengths, text):
     batch = step_of(list(lengths), [(torch.zeros(2, 24, dtype=torch.long),) * 2])
     batch.spans = [spans(lengths)]
     report = StepReport(2)
-    report.add(sum(batch.lengths) * 2, 0.5, 0.1)
+    for waited in (None, 0.1):  # a device's streams are asked in the steps that print
+        report.add(sum(batch.lengths) * 2, 0.5, waited)
+    assert report.waited_share == pytest.approx(0.2)
     line = report.line(7, torch.tensor(2.5), batch, "1f1b", [0.2, 0.4])
     assert line == f"step 7: loss 2.5000, 96 tokens/s, 0.500 s per step, waited 20% 40% (stages 0 to 1), {text}"
-
-
-def test_waiting_that_is_not_measured_in_every_step_is_no_smaller() -> None:
-    report = StepReport(2)
-    for waited in (None, None, None, 0.1):  # a device's streams are asked in the steps that print
-        report.add(48, 0.5, waited)
-    assert report.waited_share == pytest.approx(0.2)
 
 
 def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -65,6 +60,7 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
     for engine.global_steps in (1, 2, 3):
         log_step(engine, sums, batch, "1f1b", 0.0)
     assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out
+    assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO), "the line is there at any level"
 
 
 def test_one_micro_batch_is_loaded_at_a_time():
@@ -86,12 +82,6 @@ def test_one_micro_batch_is_loaded_at_a_time():
             assert rows.shape == (2, 1, span.length, span.stop)
             del cut, rows
         assert len(loaded) == 2 * (micro_batch + 1), "once for all slices"
-
-
-def test_the_line_is_printed_below_the_log_level(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO)
-    emit("step 1: loss 2.5")
-    assert "step 1: loss 2.5\n" in capfd.readouterr().out
 
 
 SAVED = {"lr": 0.25, "initial_lr": 0.5, "weight_decay": 0.1, "betas": (0.9, 0.95)}

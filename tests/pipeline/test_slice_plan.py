@@ -13,6 +13,7 @@ from ds_terapipe.pipeline.autotune.auto import PATIENCE, AutoSlices
 from ds_terapipe.pipeline.autotune.planner import RIVALS, Planner
 from ds_terapipe.pipeline.autotune.run_info import RunInfo
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS, planned_steps
+from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.measure import RecordedStep
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory, memory_use
@@ -58,11 +59,11 @@ class Run:
 
     def step(self, lengths: Any, slow: Any = lambda slices: 1.0, elsewhere: Any = ()) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
-        plan = self.auto.plan(lengths, sorted({*lengths, *elsewhere}))
-        self.schedule, cut = plan.schedule, plan.slices
-        if not isinstance(cut, int):
-            cut = list(cut) if len(set(lengths)) == 1 else len(cut)
-        slices = slice_lengths(max(lengths), cut)
+        self.batch = StepBatch(lengths=[*lengths], everywhere=tuple(sorted({*lengths, *elsewhere})))
+        plan = self.auto.plan(lengths, self.batch.everywhere)
+        self.schedule = plan.schedule
+        self.batch.cut(plan.slices)
+        slices = tuple(span.length for span in self.batch.spans[lengths.index(max(lengths))])
         makespan, events = simulated(len(lengths), plan.schedule, slices)
         self.auto.record_step(events if plan.recorded else [], slow(slices) * makespan)
         return slices
@@ -145,7 +146,7 @@ def test_micro_batches_of_different_lengths_are_run_unmeasured_and_by_the_plan_w
     run = Run()
     assert len(run.step([1024, 512])) == 8 and run.counted == 0
     run.steps(MEASURING, [1024, 1024])
-    assert len(run.step([1024, 512])) == len(run.step([1024, 1024]))
+    assert len(run.step([1024, 6])) == len(run.step([1024, 1024])) > 6
 
 
 @pytest.mark.parametrize(("limit", "runs"), [(5000.0, {16}), (7000.0, {16, 8, 4}), (50000.0, set(TRIALS))])
@@ -179,10 +180,11 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
     """The lengths in all pipelines decide, never a replica's own."""
     here, there = Run(), Run()
     for _ in range(3 * MEASURING):
-        for short, long in ((512, 1024), (1024, 1024)):
+        for short, long in ((6, 1024), (1024, 1024)):
             here.step([short], elsewhere=[long])
             there.step([long], elsewhere=[short])
             assert here.planned == there.planned and here.counted == there.counted
+            assert here.batch.is_cut == there.batch.is_cut
     assert here.planned == [1024]
 
 

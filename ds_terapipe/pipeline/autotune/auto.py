@@ -44,20 +44,19 @@ class AutoSlices:
         shape, alike = (longest, len(lengths)), min(everywhere) == longest
         turn = self._turn_of(shape, alike)
         if turn is None:
-            return self._unmeasured(lengths)
+            return self._unmeasured(everywhere)
         if not alike:  # not comparable with other steps
-            return self._unmeasured(lengths) if turn.plan is None else _scaled(turn.plan, lengths, longest)
+            return self._unmeasured(everywhere) if turn.plan is None else _scaled(turn.plan, everywhere)
         if turn.plan is None:
             self._missed = 0
             self._planner.limit.meter.watch(turn.counts)
         self._shape = shape
         return turn.slices
 
-    def now(self, lengths: Sequence[int]) -> SlicePlan:
+    def now(self, everywhere: Sequence[int]) -> SlicePlan:
         """Return the training's slice plan for an evaluation, which is neither measured nor planned for."""
-        longest = max(lengths)
-        plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
-        return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
+        plan = next((plan for plan in self._plans() if plan.seq_length == max(everywhere)), None)
+        return self._unmeasured(everywhere) if plan is None else _scaled(plan, everywhere)
 
     def _turn_of(self, shape: Shape, alike: bool) -> Turn | None:
         """Return the turn of steps of this shape, the first one if they are new; None while another shape is measured.
@@ -102,9 +101,9 @@ class AutoSlices:
                 f"plan: {self._planner.config.plan_path} is for {theirs}, not for these {micro_batches} of {length}"
             )
 
-    def _unmeasured(self, lengths: Sequence[int]) -> SlicePlan:
+    def _unmeasured(self, everywhere: Sequence[int]) -> SlicePlan:
         """Return a slice plan for steps of unknown cost."""
-        return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._planner.schedule)
+        return SlicePlan(min(TRIALS[1], max(min(everywhere) // SHORTEST, 1)), self._planner.schedule)
 
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
@@ -136,6 +135,6 @@ class AutoSlices:
                 self._say(f"plan: {what}, for {plan.micro_batches} micro-batches of {plan.seq_length} tokens")
 
 
-def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> SlicePlan:
+def _scaled(plan: Plan, everywhere: Sequence[int]) -> SlicePlan:
     """Scale a plan to sequences that are not all as long as its own."""
-    return SlicePlan(plan.slices if min(lengths) == longest else len(plan.slices), plan.runs)
+    return SlicePlan(plan.slices if min(everywhere) == plan.seq_length else len(plan.slices), plan.runs)

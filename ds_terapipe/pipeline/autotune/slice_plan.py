@@ -53,7 +53,7 @@ class FixedSlices:
         """Return the slice plan for micro-batches of these lengths."""
         return self._plan
 
-    def now(self, lengths: Sequence[int]) -> SlicePlan:
+    def now(self, everywhere: Sequence[int]) -> SlicePlan:
         """Return the current slice plan for an evaluation, which is neither measured nor planned for."""
         return self._plan
 
