@@ -309,7 +309,9 @@ def _analytic(given: argparse.Namespace, data: Fields | None, notes: list[str]) 
     tensor = given.tensor_parallel or 1
     if not model.divides_by(tensor):
         heads = f"{model.num_attention_heads} attention heads and {model.groups} key and value heads"
-        raise bad_value("--tensor-parallel", tensor, f"a divisor of the model's {heads}, or a multiple of the latter", "1")
+        raise bad_value(
+            "--tensor-parallel", tensor, f"a divisor of the model's {heads}, or a multiple of the latter", "1"
+        )
     block = data.value("zero_optimization") if data is not None else None
     zero = block.get("stage", 0) if isinstance(block, dict) else 0
     return Analytic(
