@@ -209,7 +209,7 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
-    ("plan --model {grouped} --stages 2 --tensor-parallel 6", "got 6, must be a divisor of the model's 12 attention heads and 4 key"),
+    ("plan --model {grouped} --stages 2 --tensor-parallel 6", "got 6, must be a divisor of the model's 12 attention"),
     ("plan --measured {model}", "model.json: format: got null"),
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
