@@ -39,11 +39,9 @@ class Tokens(nn.Module):
 
 
 class Scaled(Tokens):
-    """With a weight of the head's use alone."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))
+        self.scale = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))  # of the head's use alone
 
 
 class Positions(nn.Module):
