@@ -41,7 +41,7 @@ class Tokens(nn.Module):
 class Scaled(Tokens):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))  # of the head's use alone
+        self.gain = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))  # of the head's use alone
 
 
 class Positions(nn.Module):
@@ -101,7 +101,7 @@ class Head(nn.Module):
 
 def tied_logits(tokens: Tokens, hidden: Tensor) -> Tensor:
     """The output projection that shares the token embedding."""
-    return hidden * getattr(tokens, "scale", 1.0) @ tokens.weight.t()
+    return hidden * getattr(tokens, "gain", 1.0) @ tokens.weight.t()
 
 
 def gpt(blocks: int = 4) -> list[Any]:
