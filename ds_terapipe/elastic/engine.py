@@ -85,9 +85,13 @@ class ElasticPipelineEngine(TokenPipelineEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the batch from the next step on, also between changes of shape; see ``PipelineEngine``."""
-        self._controller.data.check_batch(train_batch_size)
+        data = self._controller.data
+        data.check_batch(train_batch_size)
+        # the one that this shape would have from the start with such a batch: the launch's need not divide a replica's share
+        self.micro_batch_size = data.shape_with(self, self.num_stages, train_batch_size).micro_batch
+        self._config.train_micro_batch_size_per_gpu = self.micro_batch_size
         super().set_train_batch_size(train_batch_size)
-        self._controller.data.follow_batch(self)
+        data.follow_batch(self)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the micro-batch of a replica, here and of the readers of the starting shape; the number of them stays."""

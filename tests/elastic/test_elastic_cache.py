@@ -227,7 +227,7 @@ def test_a_damaged_entry_is_none(tmp_path: Path) -> None:
         assert one.write(name, PARTS) and bytes(one.read(name)) == WHOLE
 
 
-def test_the_limit_is_that_of_all_processes_and_of_a_run_alone(tmp_path: Path) -> None:
+def test_the_limit_is_of_all_processes_and_of_a_run_alone_and_no_space_leaves_what_was_there(tmp_path, monkeypatch) -> None:
     one, other = Tier(tmp_path, "one", 5000), Tier(tmp_path, "one", 5000)
     assert one.write("a", PARTS) and other.write("b", PARTS)
     assert not one.write("c", PARTS) and one.full and not other.write("c", PARTS)
@@ -238,20 +238,11 @@ def test_the_limit_is_that_of_all_processes_and_of_a_run_alone(tmp_path: Path) -
     assert another.write("a", [b"its own"]) and not another.write("b", PARTS * 2)
     another.close(keep=False)
     assert not (tmp_path / "other").exists() and bytes(one.read("c")) == WHOLE
-
-
-def test_no_space_left_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Tier(tmp_path, "one", None)
-    assert one.write("a", PARTS)
     before = one.used_bytes
-
-    def full(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store.os, "replace", full)
-    assert not one.write("b", PARTS) and one.full and not one.write("a", [b"other"])
-    assert one.used_bytes == before and bytes(one.read("a")) == WHOLE
-    assert sorted(os.listdir(tmp_path / "one")) == ["a", "lock", "used"]
+    monkeypatch.setattr(store.os, "replace", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    assert not one.write("d", [b"1"]) and one.full and not one.write("c", [b"other"])
+    assert one.used_bytes == before and bytes(one.read("c")) == WHOLE
+    assert sorted(os.listdir(tmp_path / "one")) == ["b", "c", "lock", "used"]
 
 
 CHILD = """

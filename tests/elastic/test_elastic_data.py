@@ -20,7 +20,7 @@ ASKED = (None, 1, 3)  # num_micro_batches
 LOSS = 1e-5  # relative; evaluations have no training before them that could add up
 CASE = Case("texts", "adamw", 2, ((1, 2),), ((2, 1), (4, 4)), steps=7, batch=12)
 # of 3 samples, micro-batches of 2 become single ones
-SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 1, 6)] + [(4, 1, 2, 6)] * 2 + [(4, 1, 4, 6)]
+SHAPES = [(2, 2, 2, 3)] * 2 + [(1, 4, 1, 3), (1, 4, 2, 3)] + [(4, 1, 2, 6)] * 2 + [(4, 1, 4, 6)]
 BATCHES = [12] * 3 + [24, 12, 12, 24]  # of each step, as `set_train_batch_size` sets them
 STARTS = [sum(BATCHES[:step]) for step in range(CASE.steps)]
 CHANGES = (0, 2, 4)  # the first step in each shape, behind which evaluations are made

@@ -39,11 +39,9 @@ class Tokens(nn.Module):
 
 
 class Scaled(Tokens):
-    """With a weight of the head's use alone."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))
+        self.gain = nn.Parameter(torch.empty(HIDDEN).normal_(1.0, 0.3))  # of the head's use alone
 
 
 class Positions(nn.Module):
@@ -105,7 +103,7 @@ class Head(nn.Module):
 
 def tied_logits(tokens: Tokens, hidden: Tensor) -> Tensor:
     """The output projection that shares the token embedding."""
-    return hidden * getattr(tokens, "scale", 1.0) @ tokens.weight.t()
+    return hidden * getattr(tokens, "gain", 1.0) @ tokens.weight.t()
 
 
 def gpt(blocks: int = 4) -> list[Any]:
