@@ -169,13 +169,10 @@ def test_errors_of_communication_are_stalls_and_a_users_are_left_alone(watchdog,
         RuntimeError("NCCL communicator was aborted on rank 0"),
         torch.distributed.DistBackendError("remote process exited"),
     ):
-        with pytest.raises(PipelineStalled) as caught:
-            watchdog.wait(message(error), "activations of 0.1 from rank 1")
+        monkeypatch.setattr(p2p.dist, "isend", Mock(side_effect=error))
+        with pytest.raises(PipelineStalled) as caught:  # it is not even issued to a rank that is gone
+            p2p.Sender(1, None, watchdog).send(Unit(0, 1), [torch.ones(1)], "activations of 0.1")
         assert caught.value.__cause__ is error
-        with monkeypatch.context() as patch:  # one to a rank that is gone is not even issued
-            patch.setattr(p2p.dist, "isend", Mock(side_effect=error))
-            with pytest.raises(PipelineStalled, match="rank 1 to take activations of 0.1"):
-                p2p.Sender(1, None, watchdog).send(Unit(0, 1), [torch.ones(1)], "activations of 0.1")
 
 
 def test_the_report(watchdog, store, caplog):
