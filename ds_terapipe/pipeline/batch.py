@@ -15,7 +15,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, part_of, plan_cuts, slice_lengths, spans
 from ds_terapipe.pipeline.token_shares import check_length
-from ds_terapipe.pipeline.transport.consensus import Header
+from ds_terapipe.pipeline.transport.consensus import Header, check_labels
 from ds_terapipe.schedule import Unit
 
 
@@ -114,6 +114,7 @@ def read_step(
     must be; ``followed``: see `plan_cuts`. Raises ConfigError for tensors that cannot be cut.
     """
     batch, cut, slices = StepBatch(load=load), config.cut or {}, config.slices
+    of_labels: list[int] = []
     for item in pulled:
         check_item(item)
         if inputs:
@@ -135,9 +136,11 @@ def read_step(
             if cut_labels:
                 total, cuts = _plan(value, slices, cut.get("labels"), "labels", followed)
                 batch.label_cuts.append(cuts)
-                if not inputs:
-                    batch.lengths.append(total)
-                    batch.signatures.append(0)
+                of_labels.append(total)
+    if inputs:
+        check_labels(batch.lengths, of_labels)
+    else:
+        batch.lengths, batch.signatures = of_labels, [0] * len(of_labels)
     return batch
 
 

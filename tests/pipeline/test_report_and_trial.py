@@ -1,6 +1,7 @@
 """Log lines of a run, of steps and of a checkpoint that it resumes; the loading of micro-batches."""
 
 import logging
+import re
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -20,11 +21,11 @@ from ds_terapipe.pipeline.slicing import as_tuple, spans
 from ds_terapipe.pipeline.transport.stream import Loader
 
 
-def step_of(slices: Any, pulled: Any, load: Any = None) -> Any:
+def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
     """A step's batch as the engine reads it."""
     config = parse({"token_pipeline": {"slices": slices}})
     loader = load or Loader(torch.device("cpu"))
-    return read_step(pulled, config, loader, inputs=True, labels=False, cut_labels=False)
+    return read_step(pulled, config, loader, inputs=True, labels=labels, cut_labels=labels)
 
 
 @pytest.mark.parametrize(("lengths", "text"), [((24,), "1 slice, 1f1b"), ((20, 4), "2 slices, 1f1b")])
@@ -61,6 +62,11 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
         log_step(engine, sums, batch, "1f1b", 0.0)
     assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out
     assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO), "the line is there at any level"
+
+
+def test_labels_are_as_long_as_the_inputs_where_one_stage_has_both() -> None:
+    with pytest.raises(ConfigError, match=re.escape("cut: got labels of [25] tokens for inputs of [24]")):
+        step_of(2, [(torch.ones(2, 24, dtype=torch.long), torch.ones(2, 25, dtype=torch.long))], labels=True)
 
 
 def test_one_micro_batch_is_loaded_at_a_time():

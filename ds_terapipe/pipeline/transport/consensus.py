@@ -114,7 +114,7 @@ class Consensus:
         said = self.gather((header.lengths, header.signatures), "all ranks to announce their sequence lengths")
         headers = {rank: Header(*of_rank) for rank, of_rank in zip(self.job.ranks, said, strict=True)}
         for ranks in self._pipelines:  # every rank checks every pipeline: all raise, or none
-            _check_labels(headers[ranks[placement.first_place]], headers[ranks[placement.last_place]])
+            check_labels(headers[ranks[placement.first_place]].lengths, headers[ranks[placement.last_place]].lengths)
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
         everywhere = {length for rank in firsts for length in headers[rank].lengths}
         mine = headers[self._mine[placement.first_place]]
@@ -192,9 +192,10 @@ class Consensus:
         self.job.agree(error, partial(self.gather, what="the errors of the other ranks"))
 
 
-def _check_labels(inputs: Header, labels: Header) -> None:
-    if any(labels.lengths) and labels.lengths != inputs.lengths:
-        got, wanted = (shown(sorted(set(header.lengths))) for header in (labels, inputs))
+def check_labels(inputs: Sequence[int], labels: Sequence[int]) -> None:
+    """Raise ConfigError for labels of other lengths than the inputs; 0, or none, if they are not cut."""
+    if any(labels) and [*labels] != [*inputs]:
+        got, wanted = (shown(sorted(set(lengths))) for lengths in (labels, inputs))
         raise ConfigError(
             f"token_pipeline.cut: got labels of {got} tokens for inputs of {wanted}, must be the same, use e.g. "
             '"cut": {"labels": [1]} if another dimension is the sequence'
