@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ds_terapipe.commands.checking.bytes import Kept
-from ds_terapipe.commands.checking.planned import memory_model, outcome_of
-from ds_terapipe.commands.checking.rank import Report
+from ds_terapipe.commands.checking import ranks as checked_ranks
+from ds_terapipe.commands.checking.planned import outcome_of
 from ds_terapipe.commands.checking.ranks import _IF_NAMED, _PRELOADED
 from ds_terapipe.config import parse
-from ds_terapipe.pipeline.placing import Part, _Layer
-from ds_terapipe.plan.costs.hardware import CLUSTERS, Model
-from ds_terapipe.plan.costs.memory import memory_use
-from ds_terapipe.plan.result import _BUBBLE, Plan
+from ds_terapipe.plan.costs.hardware import CLUSTERS
 from ds_terapipe.schedule import Placement, order, text_of
 from tests import device
 from tests.pipeline import models
@@ -165,8 +162,9 @@ def test_sizes_stand_for_a_script_and_a_plan_that_does_not_fit_is_an_error(tmp_p
     assert "memory_gb: got 0.01, must be at least" in error(capsys, *arguments)
 
 
-def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
-    config = tmp_path / "ds_config.json"
+def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys, monkeypatch):
+    config, kept, check = tmp_path / "ds_config.json", list[Any](), checked_ranks.check_launch
+    monkeypatch.setattr(checked_ranks, "check_launch", lambda task: kept.extend(check(task)) or kept)
     block = {"slices": "auto", "weight_gradients": "slice"}
     config.write_text(json.dumps(settings(token_pipeline=block, train_micro_batch_size_per_gpu=1)))
     arguments = ["--world", 12, "--ds-config", config, "--json", tmp_path / "said", "--", "train.py", *GPT]
@@ -177,6 +175,11 @@ def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     shape = ["--stages", 3, "--tensor-parallel", 2, "--data-parallel", 2, "--seq-length", 128]
     planned = figures(capsys, "plan", "--ds-config", config, "--model", written(tmp_path / "sizes.json", sizes), *shape)
     assert plan["predicted_step_s"] == pytest.approx(planned["predicted_step_s"]) and not plan["weights_once"]
+    lines = text_of(order(plan["schedule"], Placement.plain(3), [len(plan["slices"])] * MICRO_BATCHES))
+    found = written(tmp_path / "found.json", {**plan, "schedule": "searched", "order": lines})
+    reports = [replace(report, settings={**report.settings, "plan_path": str(found)}) for report in kept]
+    named, searched = (outcome_of(each, CLUSTERS["p3.16xlarge"]) for each in (kept, reports))
+    assert searched == replace(named, schedule="searched", plan=searched.plan, lines=searched.lines) and named.uses
     lines = out.splitlines()
     assert lines[0] == "launch: 3 stages x 2 tensor-parallel x 2 replicas = 12 ranks"
     rows = [line.split() for line in lines[3:6]]
@@ -188,20 +191,6 @@ def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys):
     assert int(rows[2][-7].replace(",", "")) == layer + table + 2 * hidden
     assert any(line.startswith("plan: ") and line.endswith("tokens") for line in lines)
     assert "computed" not in out
-
-
-def test_a_searched_order_of_a_plan_is_counted(tmp_path):
-    where, path = Placement.plain(2), tmp_path / "plan.json"
-    lines = text_of(order("terapipe", where, [2] * 3))
-    Plan("searched", (24, 24), 48, where, 3, 1, False, 1.0, bubble=dict.fromkeys(_BUBBLE, 0.0), order=lines).save(path)
-    reports = [
-        Report(stage, 2, 1, 1, (0, 1, 2), ("Block",), 1, Part(stage, stage, (_Layer(True, True),), False, ()), Kept(1, 1, 1),
-               False, None, (), 48, 1, 3, {"plan_path": str(path)}, True, False, Model("m", 2, 64, 2), (0, 1), 0)
-        for stage in range(2)
-    ]  # fmt: skip
-    outcome = outcome_of(reports, CLUSTERS["p3.16xlarge"])
-    assert outcome.schedule == "searched" and len(outcome.uses) == 2
-    assert outcome.uses == memory_use(memory_model(reports), "terapipe", (24, 24), 3)
 
 
 HF = """

@@ -126,6 +126,10 @@ def test_uneven_stages_get_better_boundaries(capsys, model):
     same = figures(capsys, "simulate", *arguments[1:], best, "--slices", slices, "--schedule", found["schedule"])
     assert again["predicted_step_s"] <= same["predicted_step_s"] == pytest.approx(advice["predicted_step_s"], rel=1e-9)
     assert again["stage_layers"]["slowest_stage_gain"] == pytest.approx(0, abs=1e-12)
+    written(model, {name: MODEL[name] for name in MODEL if name != "vocab_size"})
+    uses = figures(capsys, *arguments, "1,7", "--memory-gb", 100)["memory_bytes"]
+    limit = max(use["total"] for use in uses) / 1e9 + 1e-9  # 4,4 holds 8 layers' units on the first stage
+    assert "--stage-layers 1,7 is as good as any" in run(capsys, *arguments, "1,7", "--memory-gb", limit)[1]
 
 
 def test_measurements_are_planned_by(capsys, measured, tmp_path):
@@ -191,18 +195,19 @@ def test_verdicts_follow_the_figures(capsys, model):
             assert ("does not beat" in line) != each["beats_slices"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ('{"train_micro_batch_size_per_gpu": 1', "is no JSON"),
-    ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3"),
-    ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "train_batch_size: got 7, must be micro-batch"),
-])  # fmt: skip
-def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, message):
-    path = written(tmp_path / "bad.json", content)
-    assert f"bad.json: {message}" in fails(capsys, "plan", "--ds-config", path, "--model", model, "--stages", 2)
+FILES = {
+    "cut": {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9},
+    "grouped": {**MODEL, "hidden_size": 768, "num_attention_heads": 12, "num_query_groups": 4},
+    "half": '{"train_micro_batch_size_per_gpu": 1', "block": {"token_pipeline": {"slices": -3}},
+    "sizes": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("plan", "--model: missing"),
+    ("plan --stages 2 --model {model} --ds-config {half}", "half.json: is no JSON"),
+    ("plan --stages 2 --model {model} --ds-config {block}", "block.json: token_pipeline.slices: got -3"),
+    ("plan --stages 2 --model {model} --ds-config {sizes}", "sizes.json: train_batch_size: got 7, must be micro-batch"),
     ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
     ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),
@@ -220,10 +225,8 @@ def test_a_bad_configuration_is_one_line(tmp_path, capsys, model, content, messa
     ("simulate --trace {model}/x.json", "--trace: cannot write"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, capsys, model, measured, arguments, message):
-    cut = written(tmp_path / "cut.json", {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9})
-    grouped = written(tmp_path / "grouped.json", {**MODEL, "hidden_size": 768, "num_attention_heads": 12, "num_query_groups": 4})
-    given = arguments.format(model=model, measured=measured, cut=cut, grouped=grouped)
-    assert message in fails(capsys, *given.split())
+    files = {name: written(tmp_path / f"{name}.json", content) for name, content in FILES.items()}
+    assert message in fails(capsys, *arguments.format(model=model, measured=measured, **files).split())
 
 
 def test_analytic_memory_of_the_standard_shape():

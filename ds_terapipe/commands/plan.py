@@ -83,7 +83,7 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
     if isinstance(source, Analytic):
         layout, step_s = source.with_layout(best.layers), found.step_s
         other = placed(replace(inputs, source=layout), found.placement)
-        if other is not None:
+        if other is not None and other.request.fits(found.runs, found.slices):
             times = other.request.times(other.cost)
             step_s = times.seconds(found.runs, found.slices) + layout.overhead_s
         gained = 1 - step_s / found.step_s
@@ -110,8 +110,8 @@ def _batch_advice(inputs: Inputs, found: Plan) -> tuple[list[str], list[dict[str
     kept = sorted(others, key=lambda size: (abs(size.bit_length() - inputs.sequences.bit_length()), size))[:_SIZES]
     plans = [found]
     for size in sorted(kept):
-        request = replace(inputs.request, micro_batches=total // size, memory=inputs.source.memory(size))
-        other = placed(replace(inputs, sequences=size, request=request, parts=None), request.placement)
+        request = replace(inputs.request, micro_batches=total // size)
+        other = placed(replace(inputs, sequences=size, request=request), request.placement)
         plan = None if other is None else plan_if_fits(other)
         plans += [] if plan is None else [plan]
     plans.sort(key=lambda each: each.step_s)

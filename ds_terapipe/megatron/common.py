@@ -88,32 +88,26 @@ def position_table(kind: str, positions: int | None, seq_length: int) -> int | N
     return positions or seq_length
 
 
-def check_causal_config(config: TransformerConfig, topology: ProcessTopology, **sizes: int) -> None:
-    """Refuse settings that the causal layers do not follow; see `check_config`, which also refuses sequence parallelism."""
-    _check_sizes(config, topology, sizes)
-    for name, (allowed, reason) in _ONLY.items():
-        _check_setting(config, name, allowed, reason)
-
-
-def check_config(config: TransformerConfig, topology: ProcessTopology, **sizes: int) -> None:
+def check_config(
+    config: TransformerConfig, topology: ProcessTopology, *, shares_tokens: bool = False, **sizes: int
+) -> None:
     """Refuse settings that these layers do not follow.
 
     Args:
         config: megatron-core's description of the layers.
         topology: the layout.
+        shares_tokens: whether the layers follow ``sequence_parallel``.
         sizes: sizes divided among the tensor parallel ranks besides attention heads, by name, such as ``vocab_size``.
 
     Raises:
         ConfigError: a size that does not divide, or a setting that is not followed.
     """
-    check_causal_config(config, topology, **sizes)
-    _check_setting(config, "sequence_parallel", False, "its layers have all tokens on each rank")
-
-
-def _check_setting(config: TransformerConfig, name: str, allowed: Any, reason: str) -> None:
-    value = getattr(config, name, allowed)
-    if value != allowed:
-        raise ConfigError(f"TransformerConfig.{name}: got {value!r}, must be {allowed!r}: {reason}")
+    _check_sizes(config, topology, sizes)
+    whole = {} if shares_tokens else {"sequence_parallel": (False, "its layers have all tokens on each rank")}
+    for name, (allowed, reason) in {**_ONLY, **whole}.items():
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            raise ConfigError(f"TransformerConfig.{name}: got {value!r}, must be {allowed!r}: {reason}")
 
 
 def _check_sizes(config: TransformerConfig, topology: ProcessTopology, sizes: Mapping[str, int]) -> None:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from ds_terapipe.megatron.common import PositionEmbedding, check_causal_config, core_config, layout_of, position_table
+from ds_terapipe.megatron.common import PositionEmbedding, check_config, core_config, layout_of, position_table
 from ds_terapipe.megatron.layers import Embedding, FinalNorm, GPTLayer, OutputHead, Rotary, tied_logits, with_vocabulary
 from ds_terapipe.megatron.loss import TokenLoss
 from ds_terapipe.megatron.on_cpu import replace_regions
@@ -87,7 +87,7 @@ def gpt_pipeline(
         ConfigError: a size that does not divide, a stage without a layer, or a setting that is not followed.
     """
     topology = layout_of(config, num_stages, topology)
-    check_causal_config(config, topology, vocab_size=vocab_size)
+    check_config(config, topology, shares_tokens=True, vocab_size=vocab_size)
     if config.sequence_parallel:
         replace_regions()
     positions = position_table(position_embedding, max_position_embeddings, seq_length)

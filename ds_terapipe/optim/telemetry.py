@@ -92,31 +92,25 @@ def _clamped(weight: float, update: float, rule: Rule) -> bool:
     return not (free and rule.min_coeff <= weight / update <= rule.max_coeff)
 
 
-def summary(statistics: Sequence[LayerStatistics], squares: float, scale: float, step: int) -> list[Event]:
-    """The events that a monitor is given.
-
-    Args:
-        statistics: of all layers.
-        squares: sum of the squares of the gradients as they came; negative if it was not taken.
-        scale: factor of the gradients that undoes the loss scale.
-        step: number of the step, from 1.
+def summary(report: Report) -> list[Event]:
+    """The events that a monitor is given for a report of all layers.
 
     Returns:
         (tag, value, step): least, mean and greatest trust ratio, share of clamped layers, 2-norm of the gradients before
         clipping where it was taken.
     """
-    if not statistics:
+    if not report.layers:
         return []
-    ratios = [layer.trust_ratio for layer in statistics]
+    ratios = [layer.trust_ratio for layer in report.layers]
     values = {
         "min_trust_ratio": min(ratios),
         "mean_trust_ratio": sum(ratios) / len(ratios),
         "max_trust_ratio": max(ratios),
-        "clamped_share": sum(layer.clamped for layer in statistics) / len(ratios),
+        "clamped_share": sum(layer.clamped for layer in report.layers) / len(ratios),
     }
-    if squares >= 0:
-        values["gradient_norm"] = math.sqrt(squares) * scale
-    return [(f"Train/Lamb/{name}", value, step) for name, value in values.items()]
+    if report.squares >= 0:
+        values["gradient_norm"] = math.sqrt(report.squares) * report.scale
+    return [(f"Train/Lamb/{name}", value, report.step) for name, value in values.items()]
 
 
 class Arrivals:
@@ -198,7 +192,7 @@ class Reports:
         layers = [layer for report in reports for layer in report.layers]
         squares = -1.0 if any(r.squares < 0 for r in reports) else max(r.squares for r in reports)
         if self.monitor is not None:
-            self.monitor(summary(layers, squares, reports[0].scale, max(r.step for r in reports)))
+            self.monitor(summary(Report(layers, squares, reports[0].scale, max(r.step for r in reports))))
 
 
 def _capturing(tables: Sequence[Any]) -> bool:

@@ -50,7 +50,7 @@ class Request:
     search_s: float = 0.0
 
     def allows(self, lengths: Sequence[int]) -> bool:
-        """Whether no slice is too short or too long."""
+        """Whether no slice is too short or too long, as far as the costs know."""
         return min(lengths) >= self.least and (self.max_slice is None or max(lengths) <= self.max_slice)
 
     @property

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_terapipe.plan.costs.cost import Cost
+from ds_terapipe.plan.stages import least_sums
 from ds_terapipe.schedule import Placement, as_placement
 
 Times = NDArray[np.float64]
@@ -147,20 +147,7 @@ def even_cuts(times: Times, most: int) -> dict[int, tuple[int, ...]]:
     scale = float(np.max(times[np.isfinite(times)], initial=np.finfo(float).tiny))
     for end in range(1, n + 1):
         squares[end, :end] = (times[starts[:end], end - 1 - starts[:end]] / scale) ** 2
-    reached = np.full(n + 1, np.inf)
-    reached[0] = 0.0
-    came_from: list[NDArray[np.intp]] = []
-    out = {}
-    for slices in range(1, min(most, n) + 1):
-        sums = squares + reached[None, :n]
-        came_from.append(np.argmin(sums, axis=1))
-        reached = sums[np.arange(n + 1), came_from[-1]]
-        if np.isfinite(reached[n]):
-            ends = [n]
-            for before in reversed(came_from):
-                ends.append(int(before[ends[-1]]))
-            out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))
-    return out
+    return least_sums(squares, most)
 
 
 def _least_sum(times: Times, bound: float) -> Cut | None:

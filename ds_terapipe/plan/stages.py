@@ -8,6 +8,7 @@ from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.json_files import Fields, is_number
@@ -58,17 +59,34 @@ def partition(layer_seconds: Sequence[float], stages: int) -> Partition:
     # rounding in the sums of the two programmes must not shut out the optimum
     limit = slowest[-1] * (1 + 1e-12)
     squares = np.where(seconds <= limit, seconds**2, np.inf)
-    reached = np.full(len(seconds), np.inf)
+    return describe(layer_seconds, least_sums(squares[:-1].T, stages)[stages])
+
+
+def least_sums(costs: NDArray[np.float64], most: int) -> dict[int, tuple[int, ...]]:
+    """Return for each number of parts up to ``most`` those with the least sum of costs, by dynamic programming.
+
+    Args:
+        costs: [n + 1, n]: of the part that ends before its row's number and starts with its column's; infinite for none.
+        most: number of parts.
+
+    Returns:
+        Length of each part, by number of parts; numbers for which there are no parts are left out.
+    """
+    n = costs.shape[1]
+    reached = np.full(n + 1, np.inf)
     reached[0] = 0.0
-    came_from = []
-    for _ in range(stages):
-        sums = reached[:, None] + squares
-        came_from.append(np.argmin(sums, axis=0))
-        reached = np.min(sums, axis=0)
-    ends = [len(layer_seconds)]
-    for before in reversed(came_from):
-        ends.append(int(before[ends[-1]]))
-    return describe(layer_seconds, [b - a for a, b in pairwise(reversed(ends))])
+    came_from: list[NDArray[np.intp]] = []
+    out = {}
+    for parts in range(1, min(most, n) + 1):
+        sums = costs + reached[None, :n]
+        came_from.append(np.argmin(sums, axis=1))
+        reached = sums[np.arange(n + 1), came_from[-1]]
+        if np.isfinite(reached[n]):
+            ends = [n]
+            for before in reversed(came_from):
+                ends.append(int(before[ends[-1]]))
+            out[parts] = tuple(b - a for a, b in pairwise(reversed(ends)))
+    return out
 
 
 def describe(layer_seconds: Sequence[float], layers: Sequence[int]) -> Partition:

@@ -294,14 +294,10 @@ def test_a_vocabulary_is_that_of_the_file(tmp_path: Path) -> None:
         WordPieces.read("/nowhere")
 
 
-def test_data_without_sentences_are_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path)
+def test_lines_are_sentences_and_data_without_are_refused(tmp_path: Path) -> None:
     message = r"--split: got 80,20,0, which leaves none of the 21 documents of .* with two sentences of at most 512 tokens each"
     with pytest.raises(ConfigError, match=message + " for training"):
-        made(prefix)
-
-
-def test_lines_are_sentences() -> None:
+        made(write(tmp_path))
     longest = encodings.LONGEST_SENTENCE
     assert encodings.lines(b"a b\n\n  c\r\n \nd") == [b"a b", b"c", b"d"]
     assert [len(part) for part in encodings.sentence_pieces(b"x" * (2 * longest + 1))] == [longest, longest, 1]
@@ -342,14 +338,10 @@ def test_classes_are_split_alike(tmp_path: Path) -> None:
         image_datasets(folder, samples=[50, 6, 0], size=(4, 4), split="100,0,0")
 
 
-def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_folders_without_images_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "dog").mkdir()
-    write_images(tmp_path, {"cat": 1})
     with pytest.raises(ConfigError, match=r"--data: got .*, which has 1 folders with images, must have one for"):
-        ImageFolder(str(tmp_path))
-
-
-def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+        ImageFolder(write_images(tmp_path, {"cat": 1}))
     folder = ImageFolder(write_images(tmp_path / "images", {"cat": 1, "dog": 1}))
     file = Path(folder.images[0][0].path)
     whole = file.read_bytes()

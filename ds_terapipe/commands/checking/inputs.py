@@ -91,11 +91,8 @@ def _faked(value: Any, mode: Any) -> Any:
 
 def _table_rows(module: Any) -> int | None:
     """Rows of a table of learned positions in the first layer."""
-    for layer in modules_of(ModelChunks(module).functions[0]):
-        for name, found in layer.named_modules():
-            if isinstance(found, nn.Embedding) and "position" in name:
-                return found.num_embeddings
-    return None
+    tables = (each for name, each in _first_modules(module) if isinstance(each, nn.Embedding) and "position" in name)
+    return next((table.num_embeddings for table in tables), None)
 
 
 def _first_that(forms: Iterator[Any], runs: Callable[[Any], Any], what: str) -> Any:
@@ -140,10 +137,11 @@ def _labels(batch: int, length: int, outputs: Any) -> Iterator[Any]:
 
 def _features(module: Any) -> int | None:
     """Features of the first layer's inputs where it begins with a linear layer."""
-    first = ModelChunks(module).functions[0]
-    for layer in (inside for outer in modules_of(first) for inside in outer.modules()):
-        if isinstance(layer, nn.Embedding):
-            return None
-        if isinstance(layer, nn.Linear):
-            return layer.in_features
-    return None
+    kinds = (nn.Embedding, nn.Linear)
+    first = next((each for _, each in _first_modules(module) if isinstance(each, kinds)), None)
+    return first.in_features if isinstance(first, nn.Linear) else None
+
+
+def _first_modules(module: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the first layer's modules, and their names in it."""
+    return (each for layer in modules_of(ModelChunks(module).functions[0]) for each in layer.named_modules())

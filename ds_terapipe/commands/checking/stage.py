@@ -6,7 +6,6 @@ peak beyond that, by which the memory model is calibrated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
-from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS
+from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, probe_spans
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.rank_view import RankView
@@ -34,7 +33,7 @@ from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.plan.costs.memory import StageMemory
-from ds_terapipe.schedule import Placement, Unit
+from ds_terapipe.schedule import Placement
 
 SCHEDULE = "1f1b"
 _CUTS = (4, 2)  # slices of the steps that are counted
@@ -105,7 +104,9 @@ class StageRun:
         most = longest // self._runtime.multiple
         counts = [count for count in _CUTS if count <= most] if cut and most >= LEAST_TOKENS else [1]
         peaks, deferring = [], False
-        with _unread(), self._mode, torch.enable_grad():
+        # fake tensors have no values, so recomputed keys are not compared
+        unread = mock.patch.object(SliceContext, "check_step", lambda context: None)
+        with unread, self._mode, torch.enable_grad():
             if counts != [1]:
                 self._runtime.intercept()
                 interception = self._runtime.interception
@@ -117,7 +118,9 @@ class StageRun:
                     taken = self._step(count, deferring)
                     peaks.append((slice_lengths(longest, count, self._runtime.multiple), taken))
                 memory = self._memory.end()[self._number]
-                after = self._boundary() if self._number < len(self._runtime.placement.stages) - 1 else None
+                dims, after = self._stage.dims, None
+                if self._number < len(self._runtime.placement.stages) - 1:
+                    after = Boundary.of(self._links.whole, None if dims is None else dims.outputs)
             finally:
                 self._runtime.leave()
         return Counted(memory, tuple(peaks), after, deferring)
@@ -148,7 +151,8 @@ class StageRun:
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
         probe = Inspection(self._runtime, Job([0]), self._settings, False)  # type: ignore[arg-type]
-        with mock.patch.object(self._links, "_span", _probed(batch, self._runtime.multiple)):
+        spans = probe_spans(batch.lengths[0], self._runtime.multiple)
+        with mock.patch.object(self._links, "_span", lambda unit: spans[unit.slice]):
             probe.run(batch)
 
     def _step(self, count: int, defers: bool) -> float:
@@ -175,23 +179,7 @@ class StageRun:
                 parameter.grad_accum = None
         return self._memory.taken or 0.0
 
-    def _boundary(self) -> Boundary:
-        dims = self._stage.dims
-        return Boundary.of(self._links.whole, None if dims is None else dims.outputs)
-
 
 def counted_micro_batches(micro_batches: int) -> int:
     """Return how many micro-batches the counted steps of a launch have: a second one finds gradients of the first."""
     return min(micro_batches, 2)
-
-
-def _unread() -> Any:
-    """Context manager that disables the comparison of recomputed keys, since fake tensors have no values."""
-    return mock.patch.object(SliceContext, "check_step", lambda context: None)
-
-
-def _probed(batch: StepBatch, multiple: int) -> Callable[[Unit], Any]:
-    from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
-
-    spans = probe_spans(batch.lengths[0], multiple)
-    return lambda unit: spans[unit.slice]

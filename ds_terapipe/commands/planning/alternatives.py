@@ -81,7 +81,7 @@ def interleaved(inputs: Inputs) -> Row | str:
     places = request.placement.places
     if places == 1:
         return "interleaving: not on a single stage"
-    if not whole_sequences(inputs):
+    if not request.allows((request.seq_length,)):
         return "interleaving: not known, no unsliced sequence was measured"
     if request.micro_batches % places:
         return (
@@ -144,12 +144,6 @@ def verdicts(inputs: Inputs, plan_s: float, sliced: bool, found: list[Row], why_
     if isinstance(inputs.source, Measured) and any(each.kind == "interleaved" for each in found):
         lines.append("  (a chunk is taken as its part of the measured stage)")
     return lines + why_not
-
-
-def whole_sequences(inputs: Inputs) -> bool:
-    """Whether the costs know about sequences that are not cut."""
-    longest = inputs.request.max_slice
-    return longest is None or inputs.request.seq_length <= longest
 
 
 def panel(inputs: Inputs, title: str, run: Simulation, placement: Placement) -> Panel:

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_terapipe.commands.planning.alternatives import (
-    UNSLICED,
-    Row,
-    alternatives_to,
-    panel,
-    row,
-    verdicts,
-    whole_sequences,
-)
+from ds_terapipe.commands.planning.alternatives import UNSLICED, Row, alternatives_to, panel, row, verdicts
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, choose_plan, plan_if_fits, shown_time
 from ds_terapipe.commands.planning.several import placements, unplaced
 from ds_terapipe.plan.costs.memory import gigabytes
@@ -40,7 +32,7 @@ def compare(
     request, plain = inputs.request, unplaced(inputs)
     alternatives, why_not = alternatives_to(plain or inputs)
     rows = []
-    if whole_sequences(inputs):
+    if request.allows((request.seq_length,)):
         title = "1F1B, unsliced" if plain is None else "DeepSpeed's 1F1B, unsliced"
         rows.append(row(plain or inputs, title, UNSLICED, (request.seq_length,)))
     rows += [each for each in alternatives if each.kind == "interleaved"]

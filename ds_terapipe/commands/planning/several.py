@@ -65,16 +65,16 @@ def placements(inputs: Inputs) -> dict[str, Inputs]:
 
 
 def placed(inputs: Inputs, placement: Placement) -> Inputs | None:
-    """Return the same inputs for another placement than the usual one.
+    """Return the same inputs for another placement.
 
-    Each place has several equal parts of its layers; None where these do not divide.
+    Where it has several stages on each place they are equal parts of its layers; None where these do not divide.
     """
     source, chunks = inputs.source, placement.stages_per_place
-    if placement.is_usual:
-        return inputs
-    cost: Cost
+    cost: Cost | None = None
     memory: MemoryModel | None
-    if isinstance(source, Analytic):
+    if placement.is_usual:
+        memory = source.memory(inputs.sequences)
+    elif isinstance(source, Analytic):
         if any(count % chunks for count in source.layers):
             return None
         layout = source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
@@ -89,13 +89,9 @@ def placed(inputs: Inputs, placement: Placement) -> Inputs | None:
 
 def unplaced(inputs: Inputs) -> Inputs | None:
     """Return the same inputs with one stage on each place; None where these were not measured."""
-    request, source = inputs.request, inputs.source
-    if request.placement.is_usual:
+    if inputs.request.placement.is_usual:
         return inputs
-    if isinstance(source, Measured):
-        return None
-    memory = source.memory(inputs.sequences)
-    return replace(inputs, parts=None, request=replace(request, stages=source.stages, memory=memory))
+    return None if isinstance(inputs.source, Measured) else placed(inputs, Placement.plain(inputs.source.stages))
 
 
 def choose_placed(inputs: Inputs, search_s: float) -> Plan:

@@ -63,9 +63,9 @@ KNOWN = (
           "    counts = tuple(each + (i < more) for i in range(len(best.counts)))\n"
           "    own = [float(times[sum(counts[:i]), count - 1]) for i, count in enumerate(counts)]\n"
           "    return Cut(counts, sum(own), max(own))\n\n\ndef even_cuts", _SLICES + "programme_finds"),
-    Known("even cuts are equal lengths", "plan.slices",
-          "            out[slices] = tuple(b - a for a, b in pairwise(reversed(ends)))\n",
-          "            out[slices] = tuple(n // slices + (i < n % slices) for i in range(slices))\n", _SLICES + "even_cuts"),
+    Known("even cuts are equal lengths", "plan.stages",
+          "            out[parts] = tuple(b - a for a, b in pairwise(reversed(ends)))\n",
+          "            out[parts] = tuple(n // parts + (i < n % parts) for i in range(parts))\n", _SLICES + "even_cuts"),
     Known("the slowest slice is not bounded", "plan.slices",
           "    bound = best.slowest\n", "    return best\n    bound = best.slowest\n", _SLICES + "programme_finds"),
     Known("a receive does not wait for its message", "schedule.replay", _SOURCE,
