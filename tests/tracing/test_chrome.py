@@ -25,7 +25,8 @@ def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(tmp
     events, path = simulated(stages, slices, name), tmp_path_factory.mktemp("trace") / "t.json"
     write(path, events, {"model": "tiny"})
     assert sorted(read(path)) == sorted(events)
-    assert json.loads(text := path.read_text())["otherData"]["model"] == "tiny"
+    text = path.read_text()
+    assert json.loads(text)["otherData"]["model"] == "tiny"
     path.write_text(text[:-cut])
     with pytest.raises(ConfigError):
         read(path)
@@ -64,7 +65,8 @@ def test_broken_files_are_one_line(tmp_path, content):
         path.write_text(content)
     with pytest.raises(ConfigError) as error:
         read(path)
-    assert BROKEN.get(content, "cannot be read") in (said := str(error.value)) and str(path) in said and "\n" not in said
+    said = str(error.value)
+    assert BROKEN.get(content, "cannot be read") in said and str(path) in said and "\n" not in said
 
 
 def test_the_command_prints_draws_and_merges(tmp_path, capsys):
