@@ -24,8 +24,7 @@ from ds_terapipe.pipeline.transport.stream import Loader
 def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
     """A step's batch as the engine reads it."""
     config = parse({"token_pipeline": {"slices": slices}})
-    loader = load or Loader(torch.device("cpu"))
-    return read_step(pulled, config, loader, inputs=True, labels=labels, cut_labels=labels)
+    return read_step(pulled, config, load or Loader(torch.device("cpu")), inputs=True, labels=labels, cut_labels=labels)
 
 
 @pytest.mark.parametrize(("lengths", "text"), [((24,), "1 slice, 1f1b"), ((20, 4), "2 slices, 1f1b")])
@@ -56,8 +55,7 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
         _consensus=SimpleNamespace(collect=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
         global_steps=0, agg_train_loss=torch.tensor(2.0), monitor=SimpleNamespace(enabled=False),
     )  # fmt: skip
-    batch = StepBatch(lengths=[24], spans=[spans((24,))])
-    sums = StepReport(1)
+    batch, sums = StepBatch(lengths=[24], spans=[spans((24,))]), StepReport(1)
     for engine.global_steps in (1, 2, 3):
         log_step(engine, sums, batch, "1f1b", 0.0)
     assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out

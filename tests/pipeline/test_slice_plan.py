@@ -183,8 +183,7 @@ def test_replicas_with_other_lengths_measure_and_plan_together():
         for short, long in ((6, 1024), (1024, 1024)):
             here.step([short], elsewhere=[long])
             there.step([long], elsewhere=[short])
-            assert here.planned == there.planned and here.counted == there.counted
-            assert here.batch.is_cut == there.batch.is_cut
+            assert (here.planned, here.counted, here.batch.is_cut) == (there.planned, there.counted, there.batch.is_cut)
     assert here.planned == [1024]
 
 
