@@ -59,9 +59,8 @@ class DecoderPipeline(StagedPipeline):
 
     def save_state_dict(self, save_dir: Any, checkpoint_engine: Any, *args: Any, **kwargs: Any) -> Any:
         """Override ``PipelineModule.save_state_dict``: also save the model's configuration and its weights' names."""
+        together(lambda: write_record(self.source, Path(save_dir)) if self.global_rank == 0 else None)
         super().save_state_dict(save_dir, checkpoint_engine, *args, **kwargs)
-        if self.global_rank == 0:
-            write_record(self.source, Path(save_dir))
 
 
 def pipeline(

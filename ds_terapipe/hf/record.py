@@ -74,6 +74,8 @@ def write_model(source: Source, folder: Path) -> None:
         return
     written = copy.deepcopy(config)
     written.tie_word_embeddings = source.parts.tied  # which a given model may have changed by hand
+    if getattr(written, "layer_types", None) is not None:  # also of layers that were cut
+        written.layer_types = written.layer_types[: written.num_hidden_layers]
     written.save_pretrained(folder)
     if generation is not None:
         generation.to_json_file(folder / _OF_A_MODEL[1])  # save_pretrained refuses some, when all is trained

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.hf import export, folder as hf_folder
+from ds_terapipe.hf import decoder_pipeline, export, folder as hf_folder
 from ds_terapipe.hf.check import check_chain, shrunk
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_model, write_record
@@ -75,6 +76,9 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
             with pytest.raises(ConfigError) as said:
                 hf.save_pretrained(engine, folder / "adapted")
             torch.distributed.barrier()
+            full = mock.patch.object(decoder_pipeline, "write_record", side_effect=OSError("full"))
+            with full, pytest.raises(ConfigError, match="full"):
+                engine.save_checkpoint(str(folder / "full"))
             found["adapters"] = str(said.value), [path.name for path in folder.glob("*adapted*")]
         if ours:
             engine.destroy()
@@ -350,7 +354,8 @@ def test_a_folder_is_read_as_transformers_reads_it(family: str, head: str, tmp_p
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_an_export_is_loaded_in_the_type_that_it_has(narrow: bool, tmp_path: Path) -> None:
-    model, made = model_of("llama"), torch.bfloat16 if narrow else torch.float32
+    model, made = model_of("qwen3"), torch.bfloat16 if narrow else torch.float32
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:3], 3  # cut by hand, of four layer_types
     model.config.dtype = torch.float32 if narrow else torch.bfloat16  # what a published folder says
     checkpoint_of(model, tmp_path / "step")
     (tmp_path / "latest").write_text("step")
