@@ -15,7 +15,7 @@ from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
 from ds_terapipe.pipeline.operators.interception import Interception
-from ds_terapipe.pipeline.operators.weight_gradients import OfLinear, WeightGradients
+from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import spans
 from ds_terapipe.schedule import Unit
 
