@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from tests.spawn import launched
 
 LOSS_NUMBERS = 2  # what DeepSpeed keeps of a step is its loss, here and averaged over replicas
 UNEVEN = [11, 4, 9]
+Pair = namedtuple("Pair", "a b")  # a stage's own layers may hand on one
 sgd = partial(torch.optim.SGD, lr=0.2)
 
 
@@ -114,7 +116,7 @@ MODELS: dict[str, list[Any]] = {
     "two with gradients": layers(Early, Beside, lambda inputs: inputs[::-1], lambda inputs: inputs[0] - inputs[1], Block, Head),
     "unused output": beside(Early, lambda inputs: inputs[0]),
     "an encoder's states": beside(lambda tokens, _: torch.randn(len(tokens), 4, HIDDEN, generator=torch.Generator()), cross),
-    "functions": layers(Embedding, Block, over_heads, lambda x: 2 * x, Block, Head),
+    "functions": layers(Embedding, Block, over_heads, lambda x: Pair(x, x), lambda pair: pair.a + pair.b, Head),
     "complex": beside(rotary, lambda inputs: to_real(-1j * to_complex(inputs[0]) * inputs[1])),
     "complex with gradient": layers(Embedding, Block, to_complex, to_real, Block, Head),
     "loss that writes": layers(Embedding, Block, Block, WithNorm),

@@ -43,8 +43,7 @@ def test_only_tensors_that_can_be_sent_are_handed_on(outputs, said):
 
 def test_a_tensor_that_changes_while_it_is_sent_is_an_error(monkeypatch):
     monkeypatch.setattr(links_module.dist, "isend", lambda *args, **kwargs: None)
-    watchdog: Any = SimpleNamespace(wait=lambda work, what: None, waiting=Issued.waiting)
-    box, counter = Sender(1, None, watchdog), torch.zeros(2)
+    box, counter = Sender(1, None, SimpleNamespace(wait=lambda work, what: None, waiting=Issued.waiting)), torch.zeros(2)
     box.send(Unit(0, 0), [counter], "activations of 0.0")
     box.keep(0)
     box.send(Unit(0, 1), [counter], "activations of 0.1")

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, probe_spans
-from ds_terapipe.pipeline.slicing import WHOLE, TensorCut, part_of, plan_cuts, slice_lengths, spans
+from ds_terapipe.pipeline.slicing import WHOLE, Span, TensorCut, part_of, plan_cuts, slice_lengths, spans
 
 B, S, H = 2, 12, 5
 ROW, MASK, LONG, FLOAT, BOOL = TensorCut(row=1), TensorCut(2, 3), torch.int64, torch.float32, torch.bool
@@ -20,20 +20,14 @@ TOKENS = torch.zeros(B, S, dtype=LONG)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 4))
-def test_equal_slices_spread_the_remainder(total, slices, multiple):
+def test_equal_slices_spread_the_remainder_and_given_ones_are_kept(total, slices, multiple):
     slices, total = min(slices, total), total * multiple
     lengths = slice_lengths(total, slices, multiple)
     assert sum(lengths) == total and len(lengths) == slices and not any(length % multiple for length in lengths)
     assert max(lengths) - min(lengths) <= multiple and list(lengths) == sorted(lengths, reverse=True)
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20))
-def test_given_lengths_are_kept_and_tile_the_sequence(lengths):
-    assert slice_lengths(sum(lengths), lengths) == tuple(lengths)
-    tiles = spans(tuple(lengths))
-    assert tiles[0].start == 0 and tiles[-1].stop == tiles[-1].total == sum(lengths)
-    assert all(a.stop == b.start for a, b in pairwise(tiles)) and [tile.length for tile in tiles] == lengths
-    assert [tile.is_whole for tile in tiles] == [len(lengths) == 1] * len(lengths)
+    uneven = tuple(multiple * (length + number) for number, length in enumerate(lengths))
+    assert slice_lengths(sum(uneven), list(uneven), multiple) == uneven
+    assert spans(uneven) == tuple(Span(a, b, sum(uneven)) for a, b in pairwise([0, *accumulate(uneven)]))
 
 
 @pytest.mark.parametrize(

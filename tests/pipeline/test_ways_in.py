@@ -82,8 +82,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     attempt("outside the layers", specs(Attention), hook=attention_first)
     reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
     attempt("reentrant", specs(Attention), slices={"slices": 1}, **reentrant)  # cut or not
-    own = {"activation_checkpoint_interval": 1, "activation_checkpoint_func": partial(checkpoint, use_reentrant=False)}
-    attempt("own checkpoint", specs(Attention), module=own)
+    reentrant["module"]["activation_checkpoint_func"] = partial(checkpoint, use_reentrant=False)
+    attempt("own checkpoint", specs(Attention), module=reentrant["module"])
     return said
 
 

@@ -67,8 +67,6 @@ class _Rounding(TorchDispatchMode):
     A layer may compute in fewer bits than its inputs and outputs have: under autocast, or between its own casts.
     """
 
-    supports_higher_order_operators = True  # FlexAttention is one
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tolerance = 0.0
