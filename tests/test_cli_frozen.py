@@ -58,12 +58,13 @@ def test_measured_layers_by_hand(capsys, measured):
     assert table["launched"]["predicted_step_s"] == pytest.approx((15 + 15 * 9) / 4 + 0.5)
 
 
-def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys):
+@pytest.mark.parametrize("node", [2, 4])  # the replicas of a stage are on several, or on one
+def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys, node):
     """Predictions agree with the simulator where messages are free: times of layers, gradients, optimiser."""
     names = ("peak_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s")
     rates = {"latency_s": 1e-15, "message_bytes_per_s": 1e30}
     sizes = {name: getattr(CLUSTERS["p3.16xlarge"], name) for name in names}
-    cluster = written(tmp_path / "cluster.json", {**sizes, "devices_per_node": 2, "rates": rates})
+    cluster = written(tmp_path / "cluster.json", {**sizes, "devices_per_node": node, "rates": rates})
     model = written(tmp_path / "layers.json", {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8})
     shape = ["--model", model, "--cluster", cluster, "--stages", 2, "--data-parallel", 4, "--seq-length", 256]
     simulated = figures(capsys, "simulate", *shape, "--micro-batches", 4, "--slices", 1, "--schedule", "1f1b")

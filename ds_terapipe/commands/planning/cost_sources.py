@@ -106,7 +106,11 @@ class Analytic:
     @property
     def overhead_s(self) -> float:
         """Seconds of a step after its last action."""
-        return self.cost(1).step_overhead(self.data_parallel)
+        return self.cost(1).step_overhead(self.data_parallel, self.is_within_node(self.data_parallel))
+
+    def is_within_node(self, replicas: int) -> bool:
+        """Whether the replicas of a stage, which DeepSpeed numbers consecutively, fit into a node."""
+        return replicas * self.tensor_parallel <= self.cluster.devices_per_node
 
     @property
     def device_gb(self) -> float:

@@ -94,16 +94,11 @@ def _analytic(source: Analytic, lengths: tuple[int, ...]) -> Entries:
 
 
 def _machine(source: Analytic, shape: Shape) -> Machine:
-    """Return the costs between nodes of `AnalyticCost.step_overhead`, per byte of 16-bit gradients.
-
-    DeepSpeed numbers the replicas of a stage consecutively. If they fit into a node, the all-reduce uses the node's
-    links.
-    """
-    cluster, rates = source.cluster, source.cluster.rates
-    within = shape.replicas * source.tensor_parallel <= cluster.devices_per_node
+    """Return the costs of `AnalyticCost.step_overhead`, per byte of 16-bit gradients."""
+    cluster = source.cluster
     return Machine(
-        1 / rates.all_reduce_bytes_per_s if within else cluster.devices_per_node / rates.gradient_bytes_per_s,
-        rates.latency_s,
+        source.cost(1).gradient_byte_s(source.is_within_node(shape.replicas)),
+        cluster.rates.latency_s,
         OPTIMIZER_BYTES / GRADIENT / (cluster.memory_gb_per_s * 1e9),
     )
 

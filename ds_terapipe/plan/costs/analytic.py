@@ -86,12 +86,23 @@ class AnalyticCost:
         """Seconds that ``length`` tokens travel over a boundary, one direction; 0 where the stages stand still for them."""
         return 0.0 * length if self.blocking_messages else self._transfer(length)
 
-    def step_overhead(self, data_parallel: int = 1) -> float:
-        """Seconds after the last backward: all-reduce of the gradients over the replicas, and the optimiser's pass."""
+    def step_overhead(self, data_parallel: int = 1, within_node: bool = False) -> float:
+        """Seconds after the last backward: all-reduce of the gradients over the replicas, and the optimiser's pass.
+
+        Args:
+            data_parallel: replicas.
+            within_node: whether those of a stage are on one node.
+        """
         parameters = max(map(self._stage_weights, range(self.stages)))
-        ring = 2 * (data_parallel - 1) / data_parallel * parameters * _HALF * self.cluster.devices_per_node
+        ring = 2 * (data_parallel - 1) / data_parallel * parameters * _HALF
         memory = self.cluster.memory_gb_per_s * 1e9
-        return ring / self.rates.gradient_bytes_per_s + OPTIMIZER_BYTES * parameters / memory
+        return ring * self.gradient_byte_s(within_node) + OPTIMIZER_BYTES * parameters / memory
+
+    def gradient_byte_s(self, within_node: bool) -> float:
+        """Seconds of a byte in an all-reduce over the node's links, or over its network, which all of its devices share."""
+        if within_node:
+            return 1 / self.rates.all_reduce_bytes_per_s
+        return self.cluster.devices_per_node / self.rates.gradient_bytes_per_s
 
     def _stage_weights(self, stage: int) -> float:
         """Weights of the matrices on one device of a stage."""

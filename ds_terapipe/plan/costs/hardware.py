@@ -43,7 +43,7 @@ class Rates:
         score_bytes: memory traffic per attention score, forward and backward, in bytes.
         latency_s: seconds before the first byte of a message between stages.
         message_bytes_per_s: bandwidth of a message between stages.
-        all_reduce_bytes_per_s: bandwidth of the all-reduces of tensor parallelism.
+        all_reduce_bytes_per_s: bandwidth of all-reduces within a node: those of tensor parallelism, gradients of its replicas.
         gradient_bytes_per_s: bandwidth of one node for the all-reduce of gradients, shared by its devices.
     """
 
