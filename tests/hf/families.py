@@ -94,6 +94,11 @@ def features(kind: str, seed: int) -> dict[str, Tensor]:
     return made
 
 
+def steps(count: int = 2) -> list[list[dict[str, Tensor]]]:
+    """Steps of four micro-batches, the same ones in each half."""
+    return [[features("plain", 10 * (step // (count // 2)) + m) for m in range(4)] for step in range(count)]
+
+
 def without_key_biases(config: Any, name: str, tensor: Tensor) -> Tensor:
     """A weight or gradient without the attention key biases that positions do not enter: their true gradient is zero."""
     if config.model_type == "gpt2" and name.endswith("c_attn.bias"):

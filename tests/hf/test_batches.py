@@ -92,7 +92,6 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "another length": ("labels", torch.ones(2, 5), r"got labels of shape \[2, 5\], must be that of input_ids, use \[2, 4\]"),
     "numbers of documents": ("attention_mask", torch.tensor([[1, 1, 2, 2], [1, 1, 1, 1]]),
         "got 2 in attention_mask, must be 1, or 0 for padding, use position_ids that restart with each document, without"),
-    "an additive mask": ("attention_mask", torch.tensor([[0.0, -1e4, 0, 0]] * 2), "got -10000.0 in attention_mask"),
     "a list": ("attention_mask", [[1, 1, 1, 1]] * 2, "got list"),
     "images": ("pixel_values", torch.ones(2, 3), "got pixel_values, must be among input_ids"),
     "types": ("token_type_ids", torch.ones(2, 4), "got token_type_ids other than 0"),

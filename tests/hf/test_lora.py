@@ -20,7 +20,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf.adapters import VALUES
 from ds_terapipe.hf.source import source_of
 from ds_terapipe.names import MANIFEST
-from tests.hf.families import SGD, config_of, features, model_of, renamed, train_alone
+from tests.hf.families import SGD, config_of, model_of, renamed, steps, train_alone
 from tests.pipeline.training import Trace, build_engine, difference, mine, train, worst
 from tests.spawn import run_ranks
 
@@ -46,11 +46,6 @@ ELASTIC = {
 def lora(**options: Any) -> Any:
     plain = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "init_lora_weights": "gaussian"}
     return peft.LoraConfig(**plain | options)
-
-
-def steps(count: int = 2) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of four micro-batches; a step of four and the one before are alike."""
-    return [[features("plain", 10 * (step // (count // 2)) + m) for m in range(4)] for step in range(count)]
 
 
 def weights(made: Any, trained: bool = True) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_model, write_record
 from ds_terapipe.hf.source import source_of
 from ds_terapipe.names import MANIFEST
-from tests.hf.families import features, model_of, renamed, train_alone
+from tests.hf.families import model_of, renamed, steps, train_alone
 from tests.pipeline.training import Trace, allow_fp16, build_engine, difference, mine
 from tests.spawn import run_ranks, run_to_exit
 
@@ -45,11 +45,6 @@ NUMBERS: dict[str, tuple[str, dict[str, Any], bool]] = {
 SGD = {"type": "SGD", "params": {"lr": 0.3}}
 NOT_COPIED = ("vocab.bin", "pytorch_model.bin.index.json")
 ADAPTER = "which is an adapter's, must be weights of the model alone, use "
-
-
-def steps() -> list[list[dict[str, torch.Tensor]]]:
-    """Two steps of four micro-batches: two replicas' two."""
-    return [[features("plain", 10 * step + m) for m in range(4)] for step in range(2)]
 
 
 def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -72,7 +67,7 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
         if name == "bf16":  # the last stage alone has an adapter
             if engine.grid.is_last_stage:
                 attention = next(each for each in engine.module.forward_funcs if hasattr(each, "layer")).layer.self_attn
-                attention.v_proj = Adapted(attention.v_proj)
+                attention.v_proj = torch.nn.ModuleDict({"base_layer": attention.v_proj})  # as peft names it
             with pytest.raises(ConfigError) as said:
                 hf.save_pretrained(engine, folder / "adapted")
             torch.distributed.barrier()
@@ -83,14 +78,6 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
         if ours:
             engine.destroy()
     return found
-
-
-class Adapted(torch.nn.Module):
-    """A layer under a name of peft's, and the layer that it stands for."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.base_layer = layer
 
 
 def test_a_pipeline_from_a_folder_to_a_folder(tmp_path: Path) -> None:
@@ -153,11 +140,10 @@ def check(model: Any) -> None:
 
 
 def test_a_tiny_model_of_a_kind_shares_keys_where_that_kind_does() -> None:
-    config = transformers.ApertusConfig(**SIZES | {"num_attention_heads": 8, "num_key_value_heads": 8})
-    config.dtype = "float32"  # as save_pretrained leaves it; kinds that read it take no text
-    assert shrunk(config).num_key_value_heads == 4
-    config.num_key_value_heads = 2
-    assert transformers.ApertusForCausalLM(shrunk(config)).config.num_key_value_heads == 2
+    configs = [transformers.ApertusConfig(num_attention_heads=8, num_key_value_heads=keys) for keys in (8, 2)]
+    vars(configs[0])["dtype"] = "float32"  # as save_pretrained leaves it; this kind reads it, and takes no text
+    tiny = [transformers.ApertusForCausalLM(shrunk(each)).config for each in configs]
+    assert [each.num_key_value_heads for each in tiny] == [4, 2]
 
 
 @pytest.mark.parametrize("name", [*PASS, *OTHERS])
@@ -203,15 +189,8 @@ DAMAGED = {
     "weight": "hf.pipeline: got no model.layers.3.mlp.up_proj.weight in", "pickle": "without model.safetensors",
 }  # fmt: skip
 LLAMA = LlamaConfig(**SMALL)
-
-
-def repeated(rank: int) -> Any:
-    """A model that is one layer twice."""
-    model = LlamaForCausalLM(LLAMA)
-    model.model.layers[1] = model.model.layers[0]
-    return model
-
-
+REPEATED = LlamaForCausalLM(LLAMA)
+REPEATED.model.layers[1] = REPEATED.model.layers[0]
 # what hf.pipeline is given (a function of the rank, or a value), its options, and what is said
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (transformers.T5Config(), {}, "hf.pipeline: got t5, an encoder with a decoder"),
@@ -223,7 +202,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (LLAMA, {"mean_over": "batch"}, 'mean_over: got "batch"'), ("/no/such/folder", {}, 'hf.pipeline: got "/no/such/folder"'),
     *((name, {}, said) for name, said in DAMAGED.items()),
     (lambda rank: "llama" if rank == 0 else "nowhere/llama", {}, "nowhere"), (lambda rank: LlamaForCausalLM(LLAMA), {}, "built"),
-    (repeated, {}, "whose model.layers.1.self_attn.q_proj.weight is model.layers.0.self_attn.q_proj.weight, and each would"),
+    (REPEATED, {}, "whose model.layers.1.self_attn.q_proj.weight is model.layers.0.self_attn.q_proj.weight, and each would"),
 ]  # fmt: skip
 
 
