@@ -113,7 +113,8 @@ def measured(path: Any, **keys: Any) -> Run:
 def test_ranks_that_share_tokens_get_the_same_number_of_each_slice():
     run = Run(multiple=8)
     assert all(length % 8 == 0 for slices in run.steps(MEASURING + COMPARING, (1000,)) for length in slices)
-    assert run.planned == [1000]
+    assert run.planned == [1000] and len(run.plans[0]["slices"]) > 2
+    assert run.auto.plan((1000, 16), [16, 1000]).slices == run.auto.now((1000, 16)).slices == 2  # what the short one has
 
 
 def test_trials_then_a_plan_that_is_the_best_of_them_or_better():

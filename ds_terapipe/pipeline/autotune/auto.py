@@ -46,7 +46,7 @@ class AutoSlices:
         if turn is None:
             return self._unmeasured(lengths)
         if not alike:  # not comparable with other steps
-            return self._unmeasured(lengths) if turn.plan is None else _scaled(turn.plan, lengths, longest)
+            return self._unmeasured(lengths) if turn.plan is None else self._scaled(turn.plan, lengths, longest)
         if turn.plan is None:
             self._missed = 0
             self._planner.limit.meter.watch(turn.counts)
@@ -57,7 +57,7 @@ class AutoSlices:
         """Return the training's slice plan for an evaluation, which is neither measured nor planned for."""
         longest = max(lengths)
         plan = next((plan for plan in self._plans() if plan.seq_length == longest), None)
-        return self._unmeasured(lengths) if plan is None else _scaled(plan, lengths, longest)
+        return self._unmeasured(lengths) if plan is None else self._scaled(plan, lengths, longest)
 
     def _turn_of(self, shape: Shape, alike: bool) -> Turn | None:
         """Return the turn of steps of this shape, the first one if they are new; None while another shape is measured.
@@ -104,7 +104,13 @@ class AutoSlices:
 
     def _unmeasured(self, lengths: Sequence[int]) -> SlicePlan:
         """Return a slice plan for steps of unknown cost."""
-        return SlicePlan(min(TRIALS[1], max(min(lengths) // SHORTEST, 1)), self._planner.schedule)
+        least = max(SHORTEST, self._planner.run.multiple)
+        return SlicePlan(min(TRIALS[1], max(min(lengths) // least, 1)), self._planner.schedule)
+
+    def _scaled(self, plan: Plan, lengths: Sequence[int], longest: int) -> SlicePlan:
+        """Scale a plan to sequences that are not all as long as its own, and may have fewer tokens than it has slices."""
+        most = min(lengths) // self._planner.run.multiple
+        return SlicePlan(plan.slices if min(lengths) == longest else min(len(plan.slices), most), plan.runs)
 
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""
@@ -134,8 +140,3 @@ class AutoSlices:
             else:
                 self._adopt(plan)
                 self._say(f"plan: {what}, for {plan.micro_batches} micro-batches of {plan.seq_length} tokens")
-
-
-def _scaled(plan: Plan, lengths: Sequence[int], longest: int) -> SlicePlan:
-    """Scale a plan to sequences that are not all as long as its own."""
-    return SlicePlan(plan.slices if min(lengths) == longest else len(plan.slices), plan.runs)
