@@ -105,7 +105,7 @@ def _candidates(cost: Cost, request: Request) -> Iterator[tuple[int, ...]]:
     quantum = request.granularity * math.ceil(total / (request.granularity * _QUANTA))
     cuts = Cuts(total, quantum, least, request.max_slice)
     for count in range(1, min(_EQUAL, total // least) + 1):
-        lengths = even(total, count)
+        lengths = tuple(request.multiple * each for each in even(total // request.multiple, count))
         if request.allows(lengths):
             yield lengths
     table = slice_times(cost, request.placement, cuts)

@@ -21,8 +21,9 @@ class Request:
         stages: the placement of the stages, or how many there are, each on a place of its own.
         micro_batches: in a step.
         schedule: ``auto``, or the only one that may be used.
-        granularity: unequal slices are multiples of so many tokens, and the last one takes the remainder; equal lengths are
-            tried as they are.
+        granularity: unequal slices are multiples of so many tokens, and the last one takes the remainder; equal lengths need
+            not be.
+        multiple: of so many tokens is every slice, as are the sequence and the granularity.
         min_length: shortest slice in tokens; by default the granularity.
         max_slice: longest slice in tokens, None without limit: measurements may reach no further.
         memory: memory model; None: memory is no limit.
@@ -39,6 +40,7 @@ class Request:
     micro_batches: int
     schedule: str = "auto"
     granularity: int = 8
+    multiple: int = 1
     min_length: int | None = None
     max_slice: int | None = None
     memory: MemoryModel | None = None

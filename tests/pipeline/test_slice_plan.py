@@ -48,18 +48,21 @@ def metered(limit: float | None = None, **stage: float) -> Any:
 class Run:
     """Steps of given lengths, one after the other; ``keys`` of token_pipeline."""
 
-    def __init__(self, meter: Any = None, micro_batches: int = 1, device: str = "this one", **keys: Any) -> None:
+    def __init__(
+        self, meter: Any = None, micro_batches: int = 1, device: str = "this one", multiple: int = 1, **keys: Any
+    ) -> None:
         self.lines: list[str] = []
         self.schedule = ""  # of the last step
         self.meter = meter or metered()
         config = parse({"token_pipeline": {key: str(v) if key.endswith("path") else v for key, v in keys.items()}})
         assert config is not None
-        about = RunInfo(Placement.plain(STAGES), 1, micro_batches, False, False, {"device": device, "versions": {"torch": "2"}})
+        facts, self.multiple = {"device": device, "versions": {"torch": "2"}}, multiple
+        about = RunInfo(Placement.plain(STAGES), 1, micro_batches, False, False, facts, multiple)
         self.auto = AutoSlices(Planner(config, about, lambda decide: decide(), self.meter, self.lines.append))
 
     def step(self, lengths: Any, slow: Any = lambda slices: 1.0, elsewhere: Any = ()) -> tuple[int, ...]:
         """Run a step, ``slow`` times as long as it should take, beside other replicas'; its longest micro-batch's slices."""
-        self.batch = StepBatch(lengths=[*lengths], everywhere=tuple(sorted({*lengths, *elsewhere})))
+        self.batch = StepBatch(lengths=[*lengths], everywhere=tuple(sorted({*lengths, *elsewhere})), multiple=self.multiple)
         plan = self.auto.plan(lengths, self.batch.everywhere)
         self.schedule = plan.schedule
         self.batch.cut(plan.slices)
@@ -106,6 +109,14 @@ def measured(path: Any, **keys: Any) -> Run:
     run.measure()
     Plan.from_dict(run.plans[0]).save(path.parent / "plan.json")
     return run
+
+
+def test_ranks_that_share_tokens_get_the_same_number_of_each_slice():
+    run = Run(multiple=8)
+    assert all(length % 8 == 0 for slices in run.steps(MEASURING + COMPARING, (1000,)) for length in slices)
+    assert run.planned == [1000] and len(run.plans[0]["slices"]) > 2
+    run.step([1000, 16])
+    assert [span.length for span in run.batch.spans[1]] == [8, 8]  # the short one has no more shares
 
 
 def test_trials_then_a_plan_that_is_the_best_of_them_or_better():
@@ -240,6 +251,7 @@ def test_a_plan_for_another_run_is_refused(path):
     other = OTHER[measured(path, meter=metered(1e9)).plans[0]["schedule"]]
     for keys, says in [
         ({"micro_batches": 4}, r"plan_path: .* is for 8 micro_batches, must be for this run's 4"),
+        ({"multiple": 3}, "plan_path: .* is for slices of .* tokens, must be for multiples of 3"),
         ({"schedule": other}, r"token_pipeline\.plan_path: .* is for the schedule"),
         ({"memory_gb": 1e-8}, r"plan_path: .*plan\.json is for \S+e-06 GB, must be for memory_gb, 1e-08"),
     ]:

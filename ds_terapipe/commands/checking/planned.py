@@ -14,6 +14,7 @@ from ds_terapipe.pipeline.autotune.run_info import RunInfo, given_plan
 from ds_terapipe.pipeline.autotune.slice_plan import configured_slices, named_schedule
 from ds_terapipe.pipeline.placing import placement_of_parts
 from ds_terapipe.pipeline.slicing import slice_lengths
+from ds_terapipe.pipeline.token_shares import check_length
 from ds_terapipe.plan.choose import choose
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.hardware import Cluster
@@ -55,6 +56,7 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     settings = TokenPipelineConfig(**first.settings)
     if first.length is None:
         return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
+    check_length(first.length, first.multiple)
     model, slices = memory_model(reports), configured_slices(settings, first.stages)
     plan: Plan | None = None
     schedule: str | Schedule = named_schedule(settings)
@@ -63,7 +65,8 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
         given = f"given: {schedule}, {compact(lengths)} tokens" if first.cut else "no token_pipeline, one slice"
         lines = [f"plan: {given}"]
     elif settings.plan_path is not None:
-        run = RunInfo(where, first.sequences, first.micro_batches, first.weights_once, False)
+        sizes = first.sequences, first.micro_batches
+        run = RunInfo(where, *sizes, first.weights_once, False, multiple=first.multiple)
         plan = given_plan(settings, run)
         lines = [f"plan: {compact(plan.slices)} tokens, {plan.schedule}, from {settings.plan_path}"]
     elif first.sizes is None:
@@ -120,7 +123,7 @@ def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: Mem
         model = replace(model, stages=tuple(replace(stage, fixed=0.0) for stage in model.stages))
     request = Request(
         seq_length=first.length, stages=first.stages, micro_batches=first.micro_batches, schedule=settings.schedule,
-        granularity=math.lcm(settings.granularity, first.multiple),
+        granularity=math.lcm(settings.granularity, first.multiple), multiple=first.multiple,
         memory=model, memory_gb=cluster.memory_gb if given is None else given,
         limit_name=f"{cluster.name}: memory_gb" if given is None else "token_pipeline.memory_gb",
         weights_once=once, overhead_s=source.overhead_s,

@@ -103,7 +103,8 @@ class AutoSlices:
 
     def _unmeasured(self, everywhere: Sequence[int]) -> SlicePlan:
         """Return a slice plan for steps of unknown cost."""
-        return SlicePlan(min(TRIALS[1], max(min(everywhere) // SHORTEST, 1)), self._planner.schedule)
+        least = max(SHORTEST, self._planner.run.multiple)
+        return SlicePlan(min(TRIALS[1], max(min(everywhere) // least, 1)), self._planner.schedule)
 
     def record_step(self, events: Sequence[Event], seconds: float) -> None:
         """Note the end of the step: its events, on rank 0, and its wall time; collective if that decides anything."""

@@ -147,6 +147,7 @@ class Planner:
             micro_batches=shape[1],
             schedule=config.schedule,
             granularity=self.granularity,
+            multiple=run.multiple,
             min_length=max(cost.min_length, self.granularity),
             max_slice=cost.max_slice,
             memory=limit.model,

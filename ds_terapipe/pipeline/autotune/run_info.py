@@ -11,7 +11,7 @@ from ds_terapipe.errors import ConfigError, named, shown
 from ds_terapipe.pipeline.slicing import slice_lengths
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.placed import placement_text
-from ds_terapipe.plan.result import Plan
+from ds_terapipe.plan.result import Plan, compact
 from ds_terapipe.schedule import Placement
 
 
@@ -68,6 +68,8 @@ def mismatch(plan: Plan, run: RunInfo, schedule: str, memory_gb: float | None) -
     theirs, ours = placement_text(plan.placement), placement_text(run.placement)
     if theirs != ours:
         return Mismatch(theirs, f"this run's {ours}")
+    if any(length % run.multiple for length in plan.slices):
+        return Mismatch(f"slices of {compact(plan.slices)} tokens", f"multiples of {run.multiple}")
     needed = max((use.total for use in plan.memory), default=0.0)
     if memory_gb is not None and needed > memory_gb * GIGABYTE:
         return Mismatch(f"{gigabytes(needed):.3g} GB", f"memory_gb, {memory_gb:g}")
