@@ -20,8 +20,9 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.inspection import first_batch
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
+from ds_terapipe.pipeline.inspection.differences import TOLERANCE
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
-from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
@@ -111,8 +112,7 @@ CHANGED = {
     ),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
-UNCUT = ("hand-written", "bert")
-WITHOUT_AMOUNT = ("bert", "square mask", "pooling")
+UNCUT, WITHOUT_AMOUNT = ("hand-written", "bert"), ("bert", "square mask", "pooling")
 
 
 def said_of(specs, loss, slices=SLICES, evaluates=False):

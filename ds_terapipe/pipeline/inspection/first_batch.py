@@ -17,8 +17,9 @@ from torch import Tensor
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.inspection.differences import TOLERANCE
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
-from ds_terapipe.pipeline.inspection.verify import TOLERANCE, undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.runtime import PipelineRuntime

@@ -8,13 +8,12 @@ these data. A layer that mixes tokens only for other data, or not yet at these w
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
+from ds_terapipe.pipeline.inspection.differences import TOLERANCE, Record, difference, differences, first_above
 from ds_terapipe.pipeline.inspection.gradients import LayerGradients, standing_in
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import modules_of
@@ -31,13 +31,9 @@ from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of, tensors_in
 from ds_terapipe.schedule import Unit
 
-# largest difference of a token's vector, relative to its length, that is rounding within one layer
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-TOLERANCE |= {dtype.to_complex(): TOLERANCE[dtype] for dtype in (torch.float64, torch.float32)}
 # above it a difference that positions explain is no rounding, also in 16 bits
 _CLOSE = 4e-3
 _CURED = 0.25  # part of such a difference that is left once positions are right
-_TINY = 1e-30
 _SMALL = 1e-3  # of a parameter's numbers: gates and scales begin so that what they let through is rounding
 _LIKELY = 0.5  # about as large as what a layer adds to hidden states, also where 16 bits round
 _NOT_REPEATED = (
@@ -50,15 +46,6 @@ _BACKWARD = (
     '"slices": 1 otherwise'
 )
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")  # operators of ATen
-
-
-class Record(NamedTuple):
-    """Inputs or output of one call of one module, and the tolerance between two runs."""
-
-    module: str
-    what: str
-    tensors: tuple[Tensor, ...]
-    tolerance: float
 
 
 class _Rounding(TorchDispatchMode):
@@ -277,7 +264,7 @@ def _statistics(layer: Any, number: int) -> dict[str, Tensor]:
 def _changed(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> list[str]:
     """Return the names of statistics that are others after all slices than after the whole sequence."""
     alike = [name for name in whole if name in parts and whole[name].shape == parts[name].shape]
-    return [n for n in alike if _difference(whole[n], parts[n], None) > TOLERANCE.get(parts[n].dtype, 0.0)]
+    return [n for n in alike if difference(whole[n], parts[n], None) > TOLERANCE.get(parts[n].dtype, 0.0)]
 
 
 class _OneLayer:
@@ -299,28 +286,28 @@ class _OneLayer:
         again = copy_of(inputs)
         self._run(inputs, span)
         got = self._recorder.take()
-        found = _differences(self._text, self._expected, got, span, batch)
-        worst = _first(found) or _first(found, _CLOSE)
+        found = differences(self._text, self._expected, got, span, batch)
+        worst = first_above(found) or first_above(found, _CLOSE)
         if worst is None:
             return
         if worst.is_certain:
             self._run(copy_of(again), span)
-            if _first(_differences(self._text, got, self._recorder.take(), span, batch)) is not None:
+            if first_above(differences(self._text, got, self._recorder.take(), span, batch)) is not None:
                 raise refuse_model(worst.text, _NOT_REPEATED)
         diagnosis = SliceDiagnosis(span)
         # if the layer fails with shifted positions, it is still refused for the difference
         with suppress(Exception), diagnosis:
             self._run(again, span)
-        shifted = _differences(self._text, self._expected, self._recorder.take(), span, batch)
+        shifted = differences(self._text, self._expected, self._recorder.take(), span, batch)
         if worst.is_certain:
-            raise refuse_model(worst.text, diagnosis.advice(positions_are_all=_first(shifted) is None))
+            raise refuse_model(worst.text, diagnosis.advice(positions_are_all=first_above(shifted) is None))
         after = next((each.error for each in shifted if each.place == worst.place), worst.error)
         if diagnosis.positions and after < _CURED * worst.error:
             raise refuse_model(worst.text, diagnosis.advice(positions_are_all=True))
 
     def compare_gradients(self, gradients: LayerGradients, inputs: Any, spans: Sequence[Span]) -> None:
         """Run the layer forward and backward, whole and sliced. Raises ConfigError if the gradients that it makes differ."""
-        what, error = gradients.difference(inputs, spans, _difference)
+        what, error = gradients.difference(inputs, spans, difference)
         self._recorder.take()
         output = self._expected[-1]
         tolerance = max(output.tolerance, *(TOLERANCE.get(tensor.dtype, 0.0) for tensor in output.tensors))
@@ -359,102 +346,3 @@ def _batch_size(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
         if cut.row is not None and tensor.dim() > 1:
             return tensor.shape[1 if cut.row == 0 else 0]
     return 1
-
-
-class Difference(NamedTuple):
-    """Difference of a tensor between a slice and the whole sequence; ``place``: which of the layer's it is."""
-
-    place: int
-    text: str
-    error: float
-    tolerance: float
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether it is larger than rounding."""
-        return self.error > self.tolerance
-
-
-def _first(found: Iterable[Difference], close: float = math.inf) -> Difference | None:
-    """Return the first difference that is above its tolerance, or above ``close``."""
-    return next((each for each in found if each.error > min(each.tolerance, close)), None)
-
-
-def _differences(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> list[Difference]:
-    """Return the differences of all tensors between a slice and the whole sequence, in the order of the run."""
-
-    def of_form(text: str) -> list[Difference]:
-        return [*found, Difference(len(found), text, math.inf, 0.0)]
-
-    found: list[Difference] = []
-    if [record[:2] for record in expected] != [record[:2] for record in got]:
-        return of_form(
-            f"{layer} calls other modules for tokens {span.start} to {span.stop} than for the whole sequence"
-        )
-    for a, b in zip(expected, got, strict=True):
-        where = f"the {a.what} of {layer}" + (f", module {a.module}," if a.module else "")
-        if len(a.tensors) != len(b.tensors):
-            return of_form(
-                f"{where} is {len(b.tensors)} tensors for a slice and {len(a.tensors)} for the whole sequence"
-            )
-        for whole, part in zip(a.tensors, b.tensors, strict=True):
-            candidates = list(_corresponding(whole, part, span, batch))
-            if not candidates:
-                if a.module:
-                    continue  # unknown layout; its effect is compared in later modules
-                return of_form(
-                    f"{where} has shape {list(part.shape)} for {span.length} tokens, {list(whole.shape)} for all"
-                )
-            error = min(_difference(piece, part, row) for piece, row in candidates)
-            between = f"between slice and whole sequence (tokens {span.start} to {span.stop})"
-            tolerance = max(a.tolerance, TOLERANCE.get(part.dtype, 0.0))
-            found.append(Difference(len(found), f"{where} differs by {error:.1e} {between}", error, tolerance))
-    return found
-
-
-def _corresponding(whole: Tensor, part: Tensor, span: Span, batch: int) -> Iterator[tuple[Tensor, int | None]]:
-    """Yield the parts of ``whole`` that may correspond to ``part``, with the dimension of the tokens."""
-    if whole.dim() != part.dim() or whole.dtype != part.dtype:
-        return
-    changed = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
-    if not changed:
-        yield whole, None
-        return
-    piece, row = whole, None
-    for d in changed:
-        sizes = (whole.shape[d], part.shape[d])
-        if sizes == (span.total, span.length):
-            piece, row = piece.narrow(d, span.start, span.length), d
-        elif sizes == (span.total, span.stop):
-            piece = piece.narrow(d, 0, span.stop)
-        elif len(changed) == 1 and sizes == (batch * span.total, batch * span.length):
-            for shape, inner in (((batch, span.total), d + 1), ((span.total, batch), d)):
-                tokens = whole.unflatten(d, shape).narrow(inner, span.start, span.length)
-                yield tokens.reshape(part.shape), d
-            return
-        else:
-            return
-    yield piece, row
-
-
-def _difference(whole: Tensor, part: Tensor, row: int | None) -> float:
-    """Return the largest relative difference over tokens; 1 for different integers."""
-    if part.is_complex():
-        whole, part = torch.view_as_real(whole.resolve_conj()), torch.view_as_real(part.resolve_conj())
-    if not part.is_floating_point():
-        return float(not torch.equal(whole, part))
-    wide = torch.float64 if part.dtype == torch.float64 else torch.float32
-    a, b = whole.to(wide), part.to(wide)
-    same = a == b  # also if both are infinite
-    difference = torch.where(same, 0.0, a - b)
-    a = torch.where(torch.isfinite(a), a, 0.0)
-    if row is None:
-        difference, a = difference.reshape(1, -1), a.reshape(1, -1)
-    else:
-        difference, a = difference.movedim(row, 0).flatten(1), a.movedim(row, 0).flatten(1)
-    if difference.numel() == 0:
-        return 0.0
-    lengths = torch.linalg.vector_norm(a, dim=1)
-    floor = max(float(lengths.mean()), _TINY)
-    worst = torch.linalg.vector_norm(difference, dim=1) / lengths.clamp(min=floor)
-    return float(torch.nan_to_num(worst, nan=float("inf")).max())

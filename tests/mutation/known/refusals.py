@@ -20,7 +20,7 @@ KNOWN = (
           "                pass\n", "tests/test_config.py -k xyzzy"),
     Known("misspelt keys beside ours are accepted", "register", "        near = nearest(key, KEYS, ALIKE) if",
           "        near = None if", _REFUSED + "'same_line and config'"),
-    Known("verify finds no difference", "pipeline.inspection.verify",
+    Known("verify finds no difference", "pipeline.inspection.differences",
           "    if not part.is_floating_point():\n        return float(",
           "    return 0.0\n    if not part.is_floating_point():\n        return float(", "tests/pipeline/test_verify.py"),
     Known("verify compares nothing", "pipeline.inspection.verify",
