@@ -110,7 +110,11 @@ def reduce_tied(engine: Any) -> None:
     if name == "_hp_grad":
         link_sums(optimizer, [weight for weight, _ in tied])
     for weight, group in tied:
-        if getattr(weight, name) is None:
+        gradient = getattr(weight, name)
+        if gradient is None:
             dtype = optimizer.gradient_accumulation_dtype if name == "grad_accum" else None
-            setattr(weight, name, torch.zeros_like(weight, dtype=dtype))
-        dist.all_reduce(getattr(weight, name), group=group)
+            gradient = torch.zeros_like(weight, dtype=dtype)
+        elif gradient.is_sparse:  # of an embedding; the head's gradient, or zeros, have all rows
+            gradient = gradient.to_dense()
+        setattr(weight, name, gradient)
+        dist.all_reduce(gradient, group=group)

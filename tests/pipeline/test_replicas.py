@@ -1,5 +1,6 @@
 """Gradients of several replicas that are reduced early and where they are, and clipped: bit for bit as by DeepSpeed's copies."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from ds_terapipe.clipping import clip_gradients
 from ds_terapipe.pipeline import replicas
+from ds_terapipe.pipeline.gradients import reduce_tied
 from ds_terapipe.schedule import Action, Op, Unit
 from tests.elastic.training import PRECISIONS
 from tests.pipeline.models import HIDDEN, Block, gpt, masked_loss, steps_of
@@ -95,9 +97,12 @@ def test_stages_begin_in_one_order_whichever_ends_first() -> None:
     assert begun == [3, 1]
 
 
-def test_rows_of_a_sparse_gradient_are_added_before_their_norm() -> None:
+def test_rows_of_a_sparse_gradient_are_added_before_their_norm_and_a_tied_one_is_reduced_with_all_rows() -> None:
     table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64)
     table(torch.tensor([1, 1, 3])).sum().backward()
-    gradients = [parameter.grad.to_dense() for parameter in table.parameters()]
+    gradient, tied = table.weight.grad.to_dense(), SimpleNamespace(get_tied_weights_and_groups=lambda: [(table.weight, None)])
     norm = clip_gradients(table.parameters(), 0.5, None, torch.device("cpu"))
-    assert norm == gradients[0].norm() and torch.allclose(table.weight.grad.to_dense(), gradients[0] * 0.5 / (norm + 1e-6))
+    assert norm == gradient.norm() and torch.allclose(table.weight.grad.to_dense(), gradient * 0.5 / (norm + 1e-6))
+    with mock.patch.object(dist, "all_reduce") as reduce:
+        reduce_tied(SimpleNamespace(module=tied, optimizer=None, using_bf16_optimizer=False))
+    assert reduce.call_args.args[0] is table.weight.grad and table.weight.grad.layout == torch.strided
