@@ -193,7 +193,7 @@ def test_entries_stay_for_a_run_that_goes_on_after_any_error(tmp_path: Path) -> 
 def test_the_cache_is_told_of_frozen_weights_and_attributes_that_a_script_changes_and_of_functions_that_are_added() -> None:
     session, layer, levels = CacheSession(CacheSettings(enabled=True)), torch.nn.Linear(2, 2), []
     layers = [layer]
-    session.cache = Mock(begin=lambda level, earlier: levels.append(level))
+    session.cache = Mock(is_out=lambda count: False, begin=lambda level, earlier: levels.append(level))
     for change, told in ((str, 1), (str, 1), (lambda: setattr(layer.weight, "data", layer.weight + 1), 2), (layer.zero_grad, 2),
                          (lambda: layer.bias.detach().add_(1), 3), (lambda: setattr(layer, "scale", 2.0), 4),
                          (lambda: layers.append(torch.tanh), 5)):  # fmt: skip
