@@ -29,7 +29,7 @@ class Part(NamedTuple):
     first_layer: int
     layers: tuple[_Layer, ...]
     whole: bool  # these layers cannot be divided among stages
-    tied: tuple[tuple[str, tuple[bool, ...]], ...]  # keys of tied layers, and whether each weight is trained here
+    tied: tuple[tuple[str, str, bool], ...]  # key and name of each tied weight, and whether it is trained here
 
     @property
     def stop_layer(self) -> int:
@@ -86,7 +86,11 @@ def parts_of(module: Any) -> list[Part]:
     if whole:
         trains = any(p.requires_grad for p in module.parameters())
         layers = dict.fromkeys(layers, _Layer(True, trains))
-    tied = tuple((key, tuple(w.requires_grad for w in tied_weights(comm))) for key, comm in module.tied_comms.items())
+    tied = tuple(
+        (key, name, weight.requires_grad)
+        for key, comm in module.tied_comms.items()
+        for name, weight in zip(comm["weight_attr"], tied_weights(comm), strict=True)
+    )
     return [
         Part(module.stage_id, entries.start, tuple(layers[entry] for entry in entries), whole, tied)
         for entries in chunks.ranges
@@ -108,12 +112,12 @@ def _cut(part: Part, frozen: int) -> int:
 
 
 def _check_tied(parts: Sequence[Part]) -> None:
-    known: dict[str, Part] = {}
+    known: dict[tuple[str, str], tuple[Part, bool]] = {}
     for part in parts:
-        for key, trained in part.tied:
-            other = known.setdefault(key, part)
-            if dict(other.tied)[key] != trained:
-                on = "trained" if any(trained) else "frozen"
+        for key, name, trained in part.tied:
+            other, trained_there = known.setdefault((key, name), (part, trained))
+            if trained_there != trained:
+                on = "trained" if trained else "frozen"
                 raise ConfigError(
                     f'model: got the tied layer "{key}" {on} on stage {part.place} and not on stage {other.place}, must be the '
                     "same on all stages that share it, use requires_grad_() alike"
