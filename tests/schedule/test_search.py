@@ -55,8 +55,7 @@ def test_attention_weighted_steps_come_near_their_ideal(shape):
 @pytest.mark.parametrize(("micro_batches", "most"), [(8, 1.146), (16, 1.073), (32, 1.0365)])
 def test_uncut_steps_of_two_stages_a_place_are_as_good_as_pytorchs_best(micro_batches, most):
     problem = Problem(Placement.v(8), [1] * micro_batches, lambda action: 0.5, limits=[32.0] * 8)  # 8 micro-batches live
-    found = search([problem], seconds=0.15)
-    assert found is not None and found.seconds <= most * 3 * micro_batches
+    assert (found := search([problem], seconds=0.15)) is not None and found.seconds <= most * 3 * micro_batches
 
 
 places = st.builds(Placement.interleaved, st.integers(1, 8), st.integers(1, 4)) | st.builds(Placement.v, st.integers(1, 8))
@@ -87,7 +86,8 @@ def test_every_searched_order_is_valid_in_the_limit_and_comes_to_its_end(placeme
 def test_moves_keep_to_the_limit_and_sends_wait_where_they_would_lock_up():
     problem = attention_cut(Placement.plain(4), 2, 4, 0.6, 1.0)._replace(limits=[13.0] * 4)
     found, of = search([problem], seconds=0.3), Numbered(problem)
-    assert found is not None and of.fit(of.rows_of(found.grid))
+    assert found is not None and max(map(of.peak, of.rows_of(found.grid))) <= 13
+    assert Numbered(Problem(Placement.plain(2), [1], lambda action: 1.0)).times([[0, 2, 4], [1, 3, 5]]).makespan == 5
     early = [[Action(op, 0, Unit(m, 0)) for op in (Op.FORWARD, Op.BACKWARD) for m in range(8)]]
     early += [[Action(op, 1, Unit(m, 0)) for m in range(8) for op in (Op.FORWARD, Op.BACKWARD)]]
     assert queue_deadlock(complete(early)) == {0: 11, 1: 11}  # 0SEND_F5.0 and 1SEND_B2.0
