@@ -154,7 +154,7 @@ def test_settings_that_differ_between_stages_are_refused_and_an_empty_group_foll
 
 def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses() -> None:
     module, names = nn.Linear(2, 2), {}
-    module.bias.requires_grad_(False)
+    module.weight.kind, module.bias.requires_grad = "2-D", False
     gone = unused(module, torch.device("cpu"), names)
     optimizer = torch.optim.AdamW([{"params": [p], "lr": n} for n, p in enumerate((module.weight, module.bias, gone))])
     keep_trained(optimizer)
@@ -163,7 +163,7 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
     assert [group["lr"] for group in optimizer.param_groups] == [0, 1]
     first, second = ([*group["params"]] for group in optimizer.param_groups)
     assert len(first) == len(second) == 1 and first[0] is module.weight
-    assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1
+    assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1 and second[0].kind == "2-D"
 
 
 def test_groups_get_the_settings_of_the_ranks_that_fill_them() -> None:

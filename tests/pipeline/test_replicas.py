@@ -86,15 +86,15 @@ def test_gradients_come_out_with_the_bits_of_deepspeeds_and_without_its_copies(r
 
 
 def test_stages_begin_in_one_order_whichever_ends_first() -> None:
-    engine, begun = mock.MagicMock(), []
+    engine, begun, row = mock.MagicMock(), [], [Action(Op.BACKWARD, stage, Unit(0, 0)) for stage in (1, 3)]
     gradients = replicas.ReplicaGradients(engine, {})
-    row = [Action(Op.BACKWARD, stage, Unit(0, 0)) for stage in (1, 3)]
     with mock.patch.multiple(gradients, _can_begin=lambda: True, _of_stage=lambda stage: begun.append(stage) or []):
-        gradients.expect(row)
-        gradients.action_ends(row[0])
-        assert not begun
-        gradients.action_ends(row[1])
-    assert begun == [3, 1]
+        for step in range(2):
+            gradients.expect(row)
+            gradients.action_ends(row[0])
+            assert len(begun) == 2 * step
+            gradients.action_ends(row[1])
+    assert begun == [3, 1] * 2
 
 
 def test_rows_of_a_sparse_gradient_are_added_before_their_norm_and_a_tied_one_is_reduced_with_all_rows() -> None:

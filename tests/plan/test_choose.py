@@ -99,6 +99,7 @@ def test_the_order_is_that_for_the_placement_and_its_weight_gradients(where, fac
     cost, search_s = ExampleCost(factors, 1e-3, 1e-3, 1e-4, weights), float(where is not None)
     plan = choose(cost, Request(48, where or 4, micro_batches, weights_once=weights > 0, search_s=search_s))
     assert plan.schedule == schedule and Plan.from_dict(plan.to_dict()) == plan
+    assert not any("W" in line for line in plan.order or ()) or weights
 
 
 def fits(request, schedule, lengths):
@@ -135,6 +136,8 @@ def test_a_long_sequence_is_cut_at_1024_places_at_most_and_a_short_one_searched_
     plan = choose(ExampleCost([1.0, 1.2]), Request(1 << 15, 2, 1))
     assert len(plan.slices) > 2 and len(set(plan.slices)) > 1 and all(length % 32 == 0 for length in plan.slices)
     assert choose(ExampleCost([1.0] * 4), Request(7, Placement.interleaved(2, 2), 1, search_s=0.01)).slices == (7,)
+    times = (request := Request(48, 3, 2)).times(ExampleCost([1.0] * 3, attention=1e-5))
+    assert {*improve.other_cuts(times, request, (16,) * 3)} == {(24, 16, 8), (32, 8, 8)}
 
 
 @pytest.mark.parametrize(
@@ -148,8 +151,7 @@ def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_bat
     assert uncut.bound([1000]) == pytest.approx(uncut.seconds("1f1b", [1000])), "there and back, nothing beside it"
     for name in NAMES if schedule == "auto" else (schedule,):
         for count in range(1, 17):
-            length, longer = divmod(1000, count)
-            equal = [length + (i < longer) for i in range(count)]
+            equal = [1000 // count + (i < 1000 % count) for i in range(count)]
             assert found.step_s <= times.seconds(name, equal) * (1 + 1e-12)
     if schedule != "1f1b":
         cuts = Cuts(1000)
@@ -173,12 +175,12 @@ def test_what_does_not_fit_says_what_would():
 
 def test_a_sequence_that_cannot_be_cut_as_measured_is_an_error_of_one_line():
     true = ExampleCost([1.0, 1.0])
-    samples = [Sample(64, c, true.forward(0, 64, c), true.backward(0, 64, c)) for c in range(0, 1024, 64)]
-    cost = MeasuredCost([StageCost(samples)] * 2, [[(64, 0.0)]])
-    known, unknown = (Request(total, 2, 2, min_length=64, max_slice=64) for total in (1024, 1000))
-    assert can_choose(cost, known) and choose(cost, known).slices == (64,) * 16
+    samples = [Sample(63, c, true.forward(0, 63, c), true.backward(0, 63, c)) for c in range(0, 1008, 63)]
+    cost = MeasuredCost([StageCost(samples)] * 2, [[(63, 0.0)]])
+    known, unknown = (Request(total, 2, 2, min_length=63, max_slice=63) for total in (1008, 1000))  # 63 is no multiple of 8
+    assert can_choose(cost, known) and choose(cost, known).slices == (63,) * 16
     assert not can_choose(cost, unknown)
-    with pytest.raises(ConfigError, match="length: got 1000, must be one that can be cut into slices of 64 to 64"):
+    with pytest.raises(ConfigError, match="length: got 1000, must be one that can be cut into slices of 63 to 63"):
         choose(cost, unknown)
 
 
@@ -227,6 +229,7 @@ PLACES = "placement: got .*, must be the places of 4 stages"
     (lambda d: d.update(slices=[256, 255]), "slices: got .*add up to seq_length, 512, not 511"),
     (lambda d: d["memory_bytes"][2].update(messages=-1), r"memory_bytes\[2\]\.messages: got -1"),
     (lambda d: d["options"][0].update(slices=[1]), r"options\[0\]\.slices: got \[1\], must be lengths"),
+    (lambda d: d.update(schedule="searched", order=["0F0.0"] * 4), "order: got no backward pass, .*, use an order that can run"),
     (lambda d: d.update(placement={**FOUR, "places": [0] * 3}), PLACES),
     (lambda d: d.update(placement={**FOUR, "boundaries": [0, 1, 1, 3, 4]}), PLACES),
     (lambda d: d.update(placement={**FOUR, "forward_only": None}), PLACES),
@@ -265,8 +268,7 @@ def placed(placement=DIVIDED):
 
 
 def test_a_plan_says_where_its_stages_are(tmp_path):
-    made = placed()
-    made.save(tmp_path / "plan.json")
+    (made := placed()).save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == made
     text = "\n".join(made.lines())
     assert "for 3 stages on 2 places, 2 micro-batches" in text and "memory of place 0, the fullest" in text
@@ -280,6 +282,4 @@ def test_a_plan_says_where_its_stages_are(tmp_path):
 ])  # fmt: skip
 def test_a_plan_is_for_its_own_placement(theirs, ours, alike):
     found = mismatch(placed(theirs), RunInfo(ours, 1, 2, False, False), "auto", None)
-    assert (found is None) == alike
-    if found is not None:
-        assert found[:2] == (placement_text(theirs), f"this run's {placement_text(ours)}")
+    assert (found and found[:2]) == (None if alike else (placement_text(theirs), f"this run's {placement_text(ours)}"))

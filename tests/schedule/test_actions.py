@@ -10,8 +10,6 @@ from tests.schedule.strategies import rows_of
 
 number = st.integers(0, 10**6)
 units = st.builds(Unit, number, number)
-
-
 groups = st.integers(1, 99).flatmap(lambda count: st.builds(Group, st.integers(0, count - 1), st.just(count)))
 
 
@@ -32,10 +30,11 @@ def test_only_the_exact_text_parses(text):
         return
 
 
-def test_what_is_no_placement():
+def test_what_is_no_placement_and_no_step():
     for make, message in (
         (lambda: Placement.of([0, 2]), r"got stages on places \[0, 2\], must be on 0, 1, ... without a gap"),
         (lambda: Placement.of([0, 1], [0, 2, 2]), "layers 2 to 2 for stage 1, must start at layer 2 and stop at a"),
+        (lambda: validate([[]], [2, 0]), r"slices: got \[2, 0\], must list one positive number of slices for each"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -23,7 +23,7 @@ def simulated(stages=2, slices=(2, 2), name="1f1b"):
 def test_a_file_gives_back_what_was_written_or_is_refused_when_it_is_cut_off(tmp_path_factory, name, stages, slices, cut):
     events, path = simulated(stages, slices, name), tmp_path_factory.mktemp("trace") / "t.json"
     write(path, events, {"model": "tiny"})
-    assert sorted(read(path)) == sorted(events)
+    assert sorted(read(path)) == sorted(events) and {event.step for event in events} == {0}
     text = path.read_text()
     assert json.loads(text)["otherData"]["model"] == "tiny"
     path.write_text(text[:-cut])

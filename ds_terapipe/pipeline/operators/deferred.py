@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
 from ds_terapipe.pipeline.operators.compiled import suits
 from ds_terapipe.pipeline.operators.context import SliceContext
-from ds_terapipe.pipeline.operators.weight_gradients import OF_LINEAR, OfEmbedding, OfLinear, Rule, WeightGradients
+from ds_terapipe.pipeline.operators.weight_gradients import OfEmbedding, OfLinear, Rule, WeightGradients
 from ds_terapipe.pipeline.token_shares import TokenShares
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -167,10 +167,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), shares = ctx.saved_tensors, ctx.shares
-        # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
-        rule = OF_LINEAR if shares is None else OfLinear(shares)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        _keep(rule, ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), rows)
+        # Detached: otherwise the kept tensors would hold the slice's graph, messages and buffers until the products.
+        _keep(OfLinear(shares), ctx.keeper, ctx.parameters, x.detach().reshape(-1, x.shape[-1]), rows)
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
         of_input = torch.mm(rows, weight).view(*gradient.shape[:-1], weight.shape[1])

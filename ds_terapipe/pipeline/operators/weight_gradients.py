@@ -76,9 +76,6 @@ class OfLinear:
         return made
 
 
-OF_LINEAR = OfLinear()
-
-
 @dataclass(frozen=True)
 class OfEmbedding:
     """Gradient of an embedding's table [rows, features]; normalised arguments of ``torch.nn.functional.embedding``.
