@@ -43,28 +43,15 @@ from tests.pool import ROOM, Launch
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
 _ALONE = 4.0  # load of a core, of a run of these tests alone
-# Modules that each server imports, in 5 to 10 s, if they are installed.
-_ENGINES = (
-    "torch",
-    "torch._dynamo",  # by the first optimiser
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
-)
+# Modules that each server imports, in 5 to 10 s, if they are installed. The first optimiser imports torch._dynamo, the first
+# engine with ZeRO muon_optimizer, which compiles a function.
+_ENGINES = ("torch", "torch._dynamo", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+_MODELS = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2"))  # all models need these
 SERVERS = {
-    "ranks": (
-        *_ENGINES,
-        # all models need these
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),
-        "hypothesis",
-        "ds_terapipe.elastic.engine",
-        "tests.pipeline.training",
-        "megatron.core",
-        "ds_terapipe.megatron.layers",
-        "ds_terapipe.hf",
-        "tests.rows.train",
-    ),
+    "ranks": (*_ENGINES, *_MODELS, "hypothesis", "ds_terapipe.elastic.engine", "tests.pipeline.training", "megatron.core",
+              "ds_terapipe.megatron.layers", "ds_terapipe.hf", "tests.rows.train"),
     "scripts": _ENGINES,
-}
+}  # fmt: skip
 _ASKING = {name: threading.Lock() for name in SERVERS}
 
 
