@@ -218,11 +218,9 @@ KEYS: dict[str, dict[str, Any]] = {
     "PipelineEngine": {},
     "TokenPipelineEngine": {"token_pipeline": {"slices": 1}},
     "ElasticPipelineEngine": {
-        "elastic_pipeline": {
-            "freeze": {"policy": "schedule", "frozen_layers": [[1, 1], [3, 3]]}, "resize": {"policy": [[3, 1]]},
-        }
+        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": [[1, 1], [3, 3]]}, "resize": {"policy": [[3, 1]]}}
     },
-}  # fmt: skip
+}
 THEIRS, OURS, ELASTIC = KEYS
 
 

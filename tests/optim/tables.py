@@ -41,9 +41,8 @@ class Case:
     """
 
     def __init__(
-        self, runs: Sequence[Run], rules: Sequence[Rule] = (Rule(),), layers: int = 0, device: str = "cpu",
-        fresh: bool = False,
-    ) -> None:  # fmt: skip
+        self, runs: Sequence[Run], rules: Sequence[Rule] = (Rule(),), layers: int = 0, device: str = "cpu", fresh: bool = False
+    ) -> None:
         self.runs, self.rules = list(runs), list(rules)
         layers = layers or max((run.layer for run in runs), default=-1) + 1
         random = torch.Generator().manual_seed(0)
