@@ -49,9 +49,8 @@ class Found(NamedTuple):
 def train(rank: int, world_size: int, left_out: str | None) -> Found:
     """Train two stages whose first layers freeze and are cached."""
     OutputCache._compare = lambda self: None  # whether it pays to read is another test's
-    config = {
-        "elastic_pipeline": {"freeze": {"policy": "schedule", "frozen_layers": [[FROZEN_AFTER, 2]]}, "cache": {"enabled": True}}
-    }
+    freeze = {"policy": "schedule", "frozen_layers": [[FROZEN_AFTER, 2]]}
+    config = {"elastic_pipeline": {"freeze": freeze, "cache": {"enabled": True}}}
     engine = build_engine(
         gpt(4), mean_loss, micro_batches=MICRO_BATCHES, stages=world_size, optimizer=ADAMW, config=config,
         token_pipeline={"slices": 4, "verify": False},

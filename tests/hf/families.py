@@ -117,13 +117,9 @@ Steps = Sequence[Sequence[dict[str, Tensor]]]
 
 
 def train_alone(
-    model: Any,
-    steps: Steps,
-    *,
-    mean_over_step: bool = False,
+    model: Any, steps: Steps, *, mean_over_step: bool = False, before_step: Callable[[int], Any] = lambda number: None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=SGD["params"]["lr"]),  # noqa: B008
-    before_step: Callable[[int], Any] = lambda number: None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
 
     def part_of_loss(features: dict[str, Tensor], step: Sequence[Any]) -> Tensor:

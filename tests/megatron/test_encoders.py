@@ -255,15 +255,13 @@ BERT, ROTARY = Encoder("bert"), Encoder("bert", rope=True, tied=False, checkpoin
 CLASSIFIER, MEAN = Encoder("classifier", checkpoints=1), Encoder("vit", pool="mean")
 MODELS = {"bert": BERT, "bert, rotary": ROTARY, "classifier": CLASSIFIER, "vit": Encoder("vit"), "vit, mean": MEAN}
 TRAININGS = {
-    "BERT": Training(BERT, OURS),
-    "BERT, classes": Training(CLASSIFIER, OURS),
-    "BERT, rotary, untied": Training(ROTARY, THEIRS),
-    "ViT": Training(MEAN, OURS),
+    "BERT": Training(BERT, OURS), "BERT, classes": Training(CLASSIFIER, OURS),
+    "BERT, rotary, untied": Training(ROTARY, THEIRS), "ViT": Training(MEAN, OURS),
     "BERT, frozen and reshaped": Training(Encoder("bert", dtype=torch.float32), ELASTIC),
     "ViT, frozen and reshaped": Training(Encoder("vit", dtype=torch.float32), ELASTIC),
-    "BERT, TP2": Training(BERT, OURS, tensor=2),
-    "ViT, TP2": Training(Encoder("vit"), THEIRS, tensor=2),
-}  # whatever needs another layout of processes comes last
+    # whatever needs another layout of processes comes last
+    "BERT, TP2": Training(BERT, OURS, tensor=2), "ViT, TP2": Training(Encoder("vit"), THEIRS, tensor=2),
+}  # fmt: skip
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:

@@ -54,20 +54,17 @@ class Setup(NamedTuple):
 PIPELINES = {
     "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
     "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
-    "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True),
-    "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
-}
+    "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True), "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
+}  # fmt: skip
 PLAIN = {
     "fp32": Setup(CLIP_LOW, grouped=True, params={"exclude": "bias_norm"}, resumes=True),
     "fp32 zero1, two groups": Setup(ZERO1, grouped=True, params={"split_qkv": True}, resumes=True),
-    "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}),
-    "bf16": Setup(BF16, resumes=True),
-    "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
+    "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}), "bf16": Setup(BF16, resumes=True),
+    "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}), "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
     "bf16 zero1, fp32 sum": Setup({**CLIP_LOW, **BF16, **ZERO1, **FP32_SUM}, grouped=True),
     "bf16 zero2": Setup({**BF16, **ZERO2}, grouped=True, resumes=True),
     "fp16": Setup({**CLIP_LOW, **FP16}, grouped=True, params={"split_qkv": True}, resumes=True),
-    "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
-}
+}  # fmt: skip
 
 
 class Net(nn.Module):
