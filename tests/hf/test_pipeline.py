@@ -9,9 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
-
-
 import ds_terapipe
 from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError

@@ -18,12 +18,12 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 
 import ds_terapipe
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
-from tests.megatron.common import whole_tensors
+from tests.megatron.common import of_all_ranks, whole_tensors
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import allow_fp16, mine
 from tests.spawn import launched, run_ranks
@@ -157,12 +157,6 @@ def of_gradients(engine: Any) -> Callable[[Any], Tensor | None]:
 
 def whole(engine: Any, of: Callable[[Any], Tensor | None], unlike: set[str]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value).float() for name, value in whole_tensors(engine.module, of, unlike).items()}
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
