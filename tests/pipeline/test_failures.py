@@ -68,12 +68,11 @@ FULL = {
     **{f"stop before {where}": Case("stop", 1, 2, 2, where) for where in ("tied", "optimizer", "loss")},
 }
 BUILT = {
-    "stop in groups": Case("stop", 1, 3, 3, "groups"),
+    "stop in groups": Case("stop", 1, 3, 3, "groups"), "kill in groups": Case("kill", 1, 2, 2, "groups"),
     "kill in the first look at the model": Case("kill", 1, 2, 2, "the first look at the model"),
     "kill in DeepSpeed's constructor": Case("kill", 1, 3, 3, "DeepSpeed's constructor"),
     "kill the store's host": Case("kill", 0, 2, 2, "DeepSpeed's constructor"),
-    "kill in groups": Case("kill", 1, 2, 2, "groups"),
-}
+}  # fmt: skip
 BROKEN, LATE = "(closed|reset)", "Timed out"
 # Lines of a survivor's report about ranks that it waited for, and about others.
 TOLD = (
