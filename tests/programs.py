@@ -37,13 +37,11 @@ def check(command: Command) -> str:
         return "setting"
     program, *arguments = command.words
     kinds = {
-        "make": _make,
-        "pip": _pip,
+        "make": _make, "pip": _pip, **dict.fromkeys(("python", "python3"), _python),
         "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
         "deepspeed": lambda words: _launch(runner.parse_args, words, "user_script", "user_args"),
         "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
-        **dict.fromkeys(("python", "python3"), _python),
-    }
+    }  # fmt: skip
     if program not in kinds and not program.endswith(".py"):
         raise Rejected(f"no such program: {program}")
     return kinds.get(program, lambda words: _script(program, words))(arguments) or program

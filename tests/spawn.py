@@ -40,31 +40,19 @@ import pytest
 from tests import device
 from tests.pool import ROOM, Launch
 
+Function, Environment = Callable[..., Any], Mapping[str, str] | None
 _HERE = os.getcwd()  # servers stay there, wherever a test goes
 LEAVES_AFTER_S = 5.0
 _ALONE = 4.0  # load of a core, of a run of these tests alone
-# Modules that each server imports, in 5 to 10 s, if they are installed.
-_ENGINES = (
-    "torch",
-    "torch._dynamo",  # by the first optimiser
-    "deepspeed",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by the first engine with ZeRO; it compiles a function
-)
+# Modules that each server imports, in 5 to 10 s, if they are installed. The first optimiser imports torch._dynamo, the first
+# engine with ZeRO muon_optimizer, which compiles a function.
+_ENGINES = ("torch", "torch._dynamo", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+_MODELS = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2"))  # all models need these
 SERVERS = {
-    "ranks": (
-        *_ENGINES,
-        # all models need these
-        *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gemma2", "gpt2")),
-        "hypothesis",
-        "ds_terapipe.elastic.engine",
-        "tests.pipeline.training",
-        "megatron.core",
-        "ds_terapipe.megatron.layers",
-        "ds_terapipe.hf",
-        "tests.rows.train",
-    ),
+    "ranks": (*_ENGINES, *_MODELS, "hypothesis", "ds_terapipe.elastic.engine", "tests.pipeline.training", "megatron.core",
+              "ds_terapipe.megatron.layers", "ds_terapipe.hf", "tests.rows.train"),
     "scripts": _ENGINES,
-}
+}  # fmt: skip
 _ASKING = {name: threading.Lock() for name in SERVERS}
 
 
@@ -110,7 +98,7 @@ def is_over(begin: float, seconds: float) -> bool:
     return time.monotonic() - begin > seconds * max(1.0, busy / _ALONE)
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
+def run_ranks(function: Function, world_size: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in ``world_size`` new processes with a process group set up.
 
     Returns what each rank returned. Raises ``AssertionError`` with the tracebacks of those that failed, and ``TimeoutError``
@@ -120,9 +108,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         return values_of(function, world_size, *args, timeout=timeout, **options)
 
 
-def values_of(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, env: Mapping[str, str] | None = None
-) -> list[Any]:
+def values_of(function: Function, world_size: int, *args: Any, timeout: float = 120.0, env: Environment = None) -> list[Any]:
     """Do as :func:`run_ranks`, for a caller that has room for the ranks: the run of a :class:`tests.pool.Launch`."""
     values, failed = dict[int, Any](), ""
     with _running(functools.partial(_report, function, args), world_size, env=env) as folder:
@@ -163,7 +149,7 @@ def launched(function: Any, world_size: int, *args: Any, timeout: float = 120.0,
     return in_background(f"{first.__module__}:{first.__name__}", world_size, run)
 
 
-def _each(functions: Sequence[Callable[..., Any]], *args: Any) -> list[Any]:
+def _each(functions: Sequence[Function], *args: Any) -> list[Any]:
     return [function(*args) for function in functions]
 
 
@@ -178,9 +164,7 @@ def in_background(name: str, ranks: int, run: Callable[[], Any]) -> Any:
     return pytest.fixture(scope="module")(results)
 
 
-def run_to_exit(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, env: Mapping[str, str] | None = None
-) -> list[Exit]:
+def run_to_exit(function: Function, world_size: int, *args: Any, timeout: float = 60.0, env: Environment = None) -> list[Exit]:
     """Call ``function(rank, world_size, *args)`` in processes that end as scripts do: uncaught errors, then Python's own exit.
 
     After ``timeout`` seconds every process that hangs is killed, with None as exit code. May be called from several threads.
@@ -188,7 +172,7 @@ def run_to_exit(
     return _until_exit(functools.partial(_call, function, args), world_size, timeout, env=env)
 
 
-def run_script(text: str, folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Exit:
+def run_script(text: str, folder: Path, *argv: str, env: Environment = None) -> Exit:
     """Run a script as ``python train.py *argv`` does in a folder, with torch and deepspeed imported but none of our modules.
 
     ``torch._import_device_backends()`` does there what the end of ``import torch`` does: PyTorch's switch for it is off.
@@ -208,7 +192,7 @@ def _until_exit(work: Callable[[], Any], world_size: int, timeout: float, **opti
         return [_exit_of(rank, folder, killed=rank in late) for rank in range(world_size)]
 
 
-def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: str, timeout: float = 240.0) -> Exit:
+def torchrun(function: Function, world_size: int, *args: Any, until: str, timeout: float = 240.0) -> Exit:
     """:func:`run_to_exit` by torchrun on fresh interpreters: all output together, and the exit code of the launcher.
 
     A worker may stop the launcher (``SIGSTOP``) before it dies: it goes on when the output matches ``until``, and does not end
@@ -239,9 +223,7 @@ def torchrun(function: Callable[..., Any], world_size: int, *args: Any, until: s
 
 
 @contextlib.contextmanager
-def _running(
-    work: Callable[[], Any], world_size: int, server: str = "ranks", env: Mapping[str, str] | None = None
-) -> Iterator[Path]:
+def _running(work: Callable[[], Any], world_size: int, server: str = "ranks", env: Environment = None) -> Iterator[Path]:
     """Processes that call ``work``; yields the folder with each one's output (RANK.out) and how it ended (RANK.exit).
 
     Those of a GPU test have other settings than the server, and get interpreters of their own.
@@ -398,11 +380,11 @@ def _join_group() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _call(function: Function, args: tuple[Any, ...]) -> None:
     function(*_join_group(), *args)
 
 
-def _report(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _report(function: Function, args: tuple[Any, ...]) -> None:
     server, error = os.getppid(), ""
     try:
         sent = pickle.dumps((function(*_join_group(), *args), error))

@@ -38,12 +38,9 @@ SLICES = 'must be a positive number, a list of lengths or "auto"'
 YEAR = "a positive number of seconds"
 # key, value, message behind the key (or in it); what stands beside the key
 REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
-    ("slices", -3, f"got -3, {SLICES}, use e.g. 8", {}),
-    ("slices", 2.5, f"got 2.5, {SLICES}", {}),
-    ("slices", True, f"got true, {SLICES}", {}),
-    ("slices", "8", f'got "8", {SLICES}, use e.g. 8', {}),
-    ("slices", [3, -1], f"got [3, -1], {SLICES}", {}),
-    ("slices", [1, True], f"got [1, true], {SLICES}", {}),
+    ("slices", -3, f"got -3, {SLICES}, use e.g. 8", {}), ("slices", 2.5, f"got 2.5, {SLICES}", {}),
+    ("slices", True, f"got true, {SLICES}", {}), ("slices", "8", f'got "8", {SLICES}, use e.g. 8', {}),
+    ("slices", [3, -1], f"got [3, -1], {SLICES}", {}), ("slices", [1, True], f"got [1, true], {SLICES}", {}),
     ("granularity", 0, "got 0, must be a positive number of tokens", {}),
     ("granularity", 8, "got 8, must be absent beside slices that are", {"slices": 8}),
     ("memory_gb", -1, "got -1, must be a positive number", {}),
@@ -65,9 +62,8 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("cut.inputs", 1, "got 1, must be a list with one entry per tensor", {"slices": 8}),
     ("cut.labels", [0], "0 is the batch", {"slices": 8}),
     ("cut.inputs", [[1, 1]], "got [[1, 1]]", {"slices": 8}),
-    ("time-out-s", 3, 'use "timeout_s"', {}),
-    ("xyzzy", 3, "slices, schedule", {}),
-]
+    ("time-out-s", 3, 'use "timeout_s"', {}), ("xyzzy", 3, "slices, schedule", {}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "value", "says", "beside"), REFUSED)

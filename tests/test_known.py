@@ -42,9 +42,7 @@ CUT, WHOLE = ((3, 1, 4), (3, 1, 4)), ((8,), (8,))
 UNCUT = {"slices": WHOLE, "units": (2, 2)}
 
 
-def ran(
-    slices: Any = CUT, units: Any = (6, 6), layers: Any = (1, 2), often: int = 1, missing: Any = ()
-) -> Ran:  # fmt: skip
+def ran(slices: Any = CUT, units: Any = (6, 6), layers: Any = (1, 2), often: int = 1, missing: Any = ()) -> Ran:
     """Of two micro-batches, with the calls of attention that go with it; ``missing`` are (layer, micro-batch, start)."""
     runtime = SimpleNamespace(stages={1: SimpleNamespace(trains=True)})
     watched = Ran(SimpleNamespace(slices_run=slices, units_run=units, _runtime=runtime))

@@ -38,9 +38,7 @@ def raised(call, *args, **kwargs):
 HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in "autoload errors names register trainers version".split())]
 NEAR_MISS = "ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use "token_pipeline"'
 """
-ENGINES = (
-    LOOKS
-    + """
+ENGINES = LOOKS + """
 import json
 import torch
 import deepspeed
@@ -75,8 +73,7 @@ def kind(result):
 KEY = {"token_pipeline": {"slices": 2}}
 DEEPSPEED = "deepspeed.runtime.pipe.engine.PipelineEngine"
 OURS = "ds_terapipe.pipeline.engine.TokenPipelineEngine"
-"""
-)
+"""  # fmt: skip
 HOOK = "torch._import_device_backends()\nfrom deepspeed import initialize\n"
 BLOCK = """
 class Blocked:

@@ -6,9 +6,8 @@ of few steps: DeepSpeed's pipeline on every partition and micro-batch, its repli
 fastest of each kind is trained. Then, seed by seed, all columns: ours with the cache for every alpha, without it for the first.
 All columns train the same layers with the same optimizer, learning rates and order of samples.
 
-Times are those of all training steps, changes of shape between them included, evaluations not: for these the weights of all
-stages are put together on every rank, and each rank classifies its share of the samples once. Each finished run is a line in the
-output folder; started again, the benchmark makes the missing ones.
+Times are those of all training steps, changes of shape between them included, evaluations not. Each finished run is a line in
+the output folder; started again, the benchmark makes the missing ones.
 """
 
 import math

@@ -128,7 +128,7 @@ def layers_of(settings: Settings, seed: int) -> list[Any]:
     from deepspeed.pipe import LayerSpec
 
     if settings.task == "bert":
-        middle = range(bert_config().num_hidden_layers)
+        middle = range(bert().config.num_hidden_layers)
         kinds = [(BertInput, 0), *((BertEncoder, index) for index in middle), (BertHead, seed)]
         return [LayerSpec(kind, index) for kind, index in kinds]
     shape = {"vit": VISION, "gpt": TEXT}[settings.task]
@@ -144,34 +144,19 @@ def package_folder() -> Path:
     return Path(get_model_path())
 
 
-def bert_config() -> Any:
-    """Hugging Face's, with the attention that is fastest."""
-    from transformers import BertConfig
+def bert() -> Any:
+    """Hugging Face's model, with the attention that is fastest."""
+    from transformers import BertModel
 
-    config = BertConfig.from_pretrained(str(package_folder()))
-    config._attn_implementation = "sdpa"
-    return config
-
-
-def fill(module: nn.Module, prefix: str) -> None:
-    """Give a module its weights, those of the file whose names begin with ``prefix``."""
-    from safetensors.torch import load_file
-
-    weights = load_file(package_folder() / "model.safetensors")
-    found = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    found.pop("position_ids", None)  # older versions saved this buffer
-    module.load_state_dict(found)
+    return BertModel.from_pretrained(package_folder(), attn_implementation="sdpa").train()
 
 
 class BertInput(nn.Module):
     """(tokens [b, s], mask [b, s]) to (hidden states, mask), of integers: DeepSpeed wants gradients of floats."""
 
     def __init__(self, index: int) -> None:
-        from transformers.models.bert.modeling_bert import BertEmbeddings
-
         super().__init__()
-        self.embeddings = BertEmbeddings(bert_config())
-        fill(self.embeddings, "embeddings.")
+        self.embeddings = bert().embeddings
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self.embeddings(inputs[0]), inputs[1]
@@ -181,11 +166,8 @@ class BertEncoder(nn.Module):
     """One of Hugging Face's layers; hands the mask on."""
 
     def __init__(self, index: int) -> None:
-        from transformers.models.bert.modeling_bert import BertLayer
-
         super().__init__()
-        self.layer = BertLayer(bert_config())
-        fill(self.layer, f"encoder.layer.{index}.")
+        self.layer = bert().encoder.layer[index]
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, mask = inputs
@@ -197,7 +179,7 @@ class BertHead(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        config = bert_config()
+        config = bert().config
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.out = nn.Linear(config.hidden_size, SENTIMENTS)

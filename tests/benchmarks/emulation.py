@@ -2,9 +2,8 @@
 
 ``python -m tests.benchmarks.emulation`` trains a model whose layers compute next to nothing and sleep for their modelled time,
 forward, backward and for their weight gradients, in as many processes as there are places. All around them is the real thing: the
-engine, its schedules, placements, slices and attention buffers, and messages over gloo. It prints for each the step uncut, under
-each order in eight equal slices, and as the planner chooses for each placement, simulated and measured. Messages, the engine's
-own work and the lateness of sleeps take no time in the simulator: all that is in the error. The whole takes fifteen minutes.
+engine, its schedules, placements, slices and attention buffers, and messages over gloo. Messages, the engine's own work and the
+lateness of sleeps take no time in the simulator: all that is in the error. The whole takes fifteen minutes.
 """
 
 import itertools
@@ -37,12 +36,9 @@ from tests.plan.costs import ExampleCost
 HIDDEN, SHORTEST, SEQUENCES = 8, 8, 2
 PER_TOKEN = 0.0075  # seconds of the weight gradients on a place
 ENOUGH_S = 13.0  # long steps are steady: of those, fewer
-# Orders under each placement.
-ORDERS = {
-    "plain": ("terapipe", "1f1b", "zero_bubble"),
-    "interleaved": ("interleaved", "zero_bubble"),
-    "v": ("1f1b", "zero_bubble"),
-}
+ORDERS = {  # under each placement
+    "plain": ("terapipe", "1f1b", "zero_bubble"), "interleaved": ("interleaved", "zero_bubble"), "v": ("1f1b", "zero_bubble"),
+}  # fmt: skip
 
 
 class SleepCost(ExampleCost):

@@ -40,9 +40,7 @@ def bert(layers: int, hidden: int, vocabulary: int = 30522, positions: int = 512
     return embeddings + norm + layers * layer + square + [(vocabulary,)] + square + norm + matrix(2, hidden)
 
 
-MODELS = {
-    "tiny": bert(2, 64, vocabulary=1000, positions=32), "bert-base": bert(12, 768), "bert-large": bert(24, 1024),
-}  # fmt: skip
+MODELS = {"tiny": bert(2, 64, vocabulary=1000, positions=32), "bert-base": bert(12, 768), "bert-large": bert(24, 1024)}
 
 
 class EagerLamb(torch.optim.Optimizer):

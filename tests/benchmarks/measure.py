@@ -1,9 +1,7 @@
 """Rounds, probes and columns: how every benchmark of speed takes its figures, and how trainings to their end are resumed.
 
-Two cores of one machine slow each other by up to 2x from minute to minute. A round measures every column once, one after
-another. Before and after it a probe runs a fixed computation on one rank and then on two at once. A round is dropped where two
-took over 1.15 times what one takes; none begins before a probe is below that, as far as patience goes. A column's figure is its
-minimum over the rounds that are left. With fewer than three of those the figures are inconclusive.
+The method is that of docs/benchmarks.md. A probe runs a fixed computation on one rank and then on two at once. No round begins
+before a probe is below the limit, as far as patience goes. With fewer than three clean rounds the figures are inconclusive.
 
 What is measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
 """

@@ -1,7 +1,6 @@
 """Models of the columns: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +128,6 @@ class Workload:
             return [(tokens, tokens) for tokens in text]
         positions = torch.arange(self.shape.sequence).unsqueeze(0)
         return [((tokens[:, :-1].contiguous(), positions), tokens[:, 1:].contiguous()) for tokens in text]
-
-    def endlessly(self, replica: int = 0, replicas: int = 1) -> Iterator[tuple[Any, Tensor]]:
-        """A replica's share of the micro-batches over and over, as a training loop's iterator."""
-        return itertools.cycle(self.micro_batches()[replica::replicas])
 
 
 def llama_pipeline(shape: Shape, stages: int) -> Any:

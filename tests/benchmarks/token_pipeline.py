@@ -6,6 +6,7 @@ per step of every column and the ratio to DeepSpeed's PipelineEngine, which is r
 ``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -72,10 +73,10 @@ def new_engine(
 
 
 def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 1) -> Step:
-    """Steps of an engine over the workload's micro-batches."""
+    """Steps of an engine over a replica's share of the workload's micro-batches, again and again."""
     from deepspeed.runtime.pipe import p2p
 
-    iterator = workload.endlessly(replica, replicas)
+    iterator = itertools.cycle(workload.micro_batches()[replica::replicas])
 
     def step() -> float:
         p2p._grid = engine.grid  # DeepSpeed keeps one for the process, that of the engine which was made last

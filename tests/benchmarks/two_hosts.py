@@ -4,9 +4,7 @@
 as a host of its own. It prints, for 1 and 2 sequences in micro-batches of one, the seconds per step of every column and the
 ratio to DeepSpeed's PipelineEngine. Namespaces, link and its limit are gone afterwards, also after an error or ctrl-C.
 
-The peers train the same model: DeepSpeed's pipeline; megatron-core's column and row parallel layers and cross entropy, on two
-hosts; and DeepSpeed's Ulysses attention with PyTorch's DistributedDataParallel. (PyTorch 2.13's ring attention has no kernel for
-a CPU.)
+The peers, which docs/benchmarks.md names, train the same model.
 """
 
 import argparse

@@ -56,12 +56,9 @@ def build(folder: Path | None = None) -> dict[str, str]:
         _compile(compiler, [*include, *map(str, runtime), "-lpthread", "-lrt"], folder / "libstand_in.so")
         _compile(compiler, [str(SOURCES / _DRIVER), "-Wl,-soname,libcuda.so.1"], folder / "libcuda.so.1")
     return {
-        "LD_PRELOAD": str(folder / "libstand_in.so"),
-        "LD_LIBRARY_PATH": str(folder),
-        "DS_ACCELERATOR": "cuda",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_NATIVE_JIT": "1",  # Triton would compile for a device
-    }
+        "LD_PRELOAD": str(folder / "libstand_in.so"), "LD_LIBRARY_PATH": str(folder), "DS_ACCELERATOR": "cuda",
+        "OMP_NUM_THREADS": "1", "TORCH_DISABLE_NATIVE_JIT": "1",  # Triton would compile for a device
+    }  # fmt: skip
 
 
 def _compile(compiler: str, arguments: list[str], library: Path) -> None:

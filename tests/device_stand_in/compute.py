@@ -123,7 +123,8 @@ class Compute(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> Any:
-        if facts.kind == "data" or (facts.kind == "indexed" and _has_masks(args[1])):
+        indices = [index for index in args[1] if index is not None] if facts.kind == "indexed" else []
+        if facts.kind == "data" or any(index.dtype in (torch.bool, torch.uint8) for index in indices):
             return _by_data(func, facts, args, kwargs, device)
         seed = _seed(facts, kwargs.get("generator"), device) if facts.kind == "random" else None
         out = func(*args, **kwargs)
@@ -154,10 +155,6 @@ def _device_of(args: Any, kwargs: Any) -> int | None:
         return None
     index = torch.device(wanted).index
     return torch.cuda.current_device() if index is None else index
-
-
-def _has_masks(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _by_data(func: Any, facts: _Facts, args: Any, kwargs: Any, device: int) -> Any:

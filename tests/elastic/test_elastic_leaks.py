@@ -39,14 +39,11 @@ def worker(rank: int, world_size: int, reshapes: int, settled_after: int, precis
 FEW, FIFTY = (4, 2), (50, 10)  # reshapes, and after how many of them nothing more may grow
 
 
-@pytest.mark.parametrize(
-    ("processes", "reshapes", "precision"),
-    [
-        (2, FEW, "bf16 ZeRO-1"),
-        *(pytest.param(n, FIFTY, p, marks=[pytest.mark.full, pytest.mark.timeout(900)])
-          for n, p in ((2, "fp32"), (4, "fp32"), (2, "bf16 ZeRO-1"), (2, "ZeRO-1"))),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("processes", "reshapes", "precision"), [
+    (2, FEW, "bf16 ZeRO-1"),
+    *(pytest.param(n, FIFTY, p, marks=[pytest.mark.full, pytest.mark.timeout(900)])
+      for n, p in ((2, "fp32"), (4, "fp32"), (2, "bf16 ZeRO-1"), (2, "ZeRO-1"))),
+])  # fmt: skip
 def test_reshapes_leave_nothing_behind(processes: int, reshapes: tuple[int, int], precision: str) -> None:
     for found in run_ranks(worker, processes, *reshapes, precision, timeout=800.0):
         before, after = found["before"], found["after"]

@@ -178,11 +178,9 @@ class Hooked(PipelineModule):
 
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     found = {
-        "carried": run(rich(), kind=Prepared),
-        "modules": run(built(gpt())),
-        "refused": refused_midway(rank, folder),
+        "carried": run(rich(), kind=Prepared), "modules": run(built(gpt())), "refused": refused_midway(rank, folder),
         "told": {path.stem: path.read_text().split() for path in Path(folder).rglob("Elastic_*.csv")},
-    }
+    }  # fmt: skip
     return {**found, "first": raised(lambda: engine_of(CASE, kind=Hooked))}
 
 

@@ -184,10 +184,9 @@ def test_what_is_kept_takes_nothing(ranks: Any) -> None:
     assert len(divided) == 2 and "and was predicted to take 0." in divided[1] and ranks[0]["a list"]["lines"] == []
 
 
-@pytest.mark.parametrize(
-    ("device", "resize", "weighs"),
-    [("cpu", {}, False), ("cpu", {"memory_gb": 1}, True), ("cuda", {}, True), ("cuda", {"policy": "off"}, False)],
-)
+@pytest.mark.parametrize(("device", "resize", "weighs"), [
+    ("cpu", {}, False), ("cpu", {"memory_gb": 1}, True), ("cuda", {}, True), ("cuda", {"policy": "off"}, False),
+])  # fmt: skip
 def test_memory_of_the_timed_steps_is_measured_where_it_is_limited(device: str, resize: Any, weighs: bool) -> None:
     engine = mock.MagicMock(device=torch.device(device), elastic_pipeline=parse({"elastic_pipeline": {"resize": resize}}))
     selector, begun = ShapeSelector(engine, mock.MagicMock()), []

@@ -210,13 +210,10 @@ def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a
     assert frozen_with([1, 1, 0.2, 1, 0.9, 0.8], [], unfreeze=["lr_restart"]) == [0, 4, 6, 0, 4, 6]
 
 
-@pytest.mark.parametrize(
-    ("first", "unfreeze", "interval", "frozen"),
-    [
-        (1, "loss_rise", 1, [0, 2, 2, 2, 0, 0]), (1, "loss_rise", 2, [0, 2, 2, 2, 0, 0]),
-        (1, "lr_restart", 1, [0, 2, 2, 2, 2, 2]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("first", "unfreeze", "interval", "frozen"), [
+    (1, "loss_rise", 1, [0, 2, 2, 2, 0, 0]), (1, "loss_rise", 2, [0, 2, 2, 2, 0, 0]),
+    (1, "lr_restart", 1, [0, 2, 2, 2, 2, 2]),
+])  # fmt: skip
 def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):
     losses = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2]
     assert frozen_with([1.0] * 6, [[first, 2]], losses, unfreeze=[unfreeze], interval=interval) == frozen

@@ -127,10 +127,9 @@ def test_a_full_disk_does_not_end_the_training(tmp_path: Path, caplog: pytest.Lo
     assert len(caplog.records) == 1 and "elastic_pipeline.history_path: cannot write" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [("Dear diary", 1), ("", 0), ('{run}{"event": "begin", "step": 3, "time": 1.0}\n', 5), ('{run}{"event": "sta', 0)],
-)
+@pytest.mark.parametrize(("content", "line"), [
+    ("Dear diary", 1), ("", 0), ('{run}{"event": "begin", "step": 3, "time": 1.0}\n', 5), ('{run}{"event": "sta', 0),
+])  # fmt: skip
 def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str, line: int) -> None:
     """The rest of a line in whose middle a run was killed is taken away; of another file's, nothing is."""
     whole = content.replace("{run}", run.read_text()).encode()

@@ -77,22 +77,19 @@ SCHEDULE = {"policy": "schedule", "frozen_layers": [[1, 2], [9, 5]]}
 HEAD = "(the head, the last entry with trained parameters, is never frozen)"
 
 
-@pytest.mark.parametrize(
-    ("block", "given", "message"),
-    [
-        ({"freeze": SCHEDULE}, {"trainable": (True,) * 5},
-         f"elastic_pipeline.freeze.frozen_layers: got 5, must be at most 4 entries {HEAD}, use at most 4"),
-        ({"freeze": {"policy": "alpha"}}, {"data": False},
-         'elastic_pipeline.freeze.interval: got "epoch", must be a number of steps where there is no training_data, use e.g. '
-         '"interval": 1000'),
-        ({"resize": {"policy": [[1, 4]]}}, {"stages": 2, "tensor": 2},
-         "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2"),
-        ({"resize": {"policy": [[1, 1]]}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
-        ({"resize": {"policy": [[5, 8]]}}, {"processes": 8}, "got 8, must be at most the entries of the layer list, 6"),
-        ({"resize": {"policy": [[1, 2]]}}, {"batches": ((8, 1), (6, 2), (3, 1))},
-         "got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 samples, use 4"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("block", "given", "message"), [
+    ({"freeze": SCHEDULE}, {"trainable": (True,) * 5},
+     f"elastic_pipeline.freeze.frozen_layers: got 5, must be at most 4 entries {HEAD}, use at most 4"),
+    ({"freeze": {"policy": "alpha"}}, {"data": False},
+     'elastic_pipeline.freeze.interval: got "epoch", must be a number of steps where there is no training_data, use e.g. '
+     '"interval": 1000'),
+    ({"resize": {"policy": [[1, 4]]}}, {"stages": 2, "tensor": 2},
+     "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2"),
+    ({"resize": {"policy": [[1, 1]]}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
+    ({"resize": {"policy": [[5, 8]]}}, {"processes": 8}, "got 8, must be at most the entries of the layer list, 6"),
+    ({"resize": {"policy": [[1, 2]]}}, {"batches": ((8, 1), (6, 2), (3, 1))},
+     "got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 samples, use 4"),
+])  # fmt: skip
 def test_what_cannot_run_is_refused_at_the_start(block: Any, given: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checked(block, **given)
@@ -129,10 +126,9 @@ NOW, HALF, ONE = prediction(4, 10.0, 5.0), prediction(2, 7.0, 8.0), prediction(1
 
 
 # one stage does not fit; nothing does, and what is there stays; the change takes more than it saves, 80 s
-@pytest.mark.parametrize(
-    ("most", "left", "taken"),
-    [(None, math.inf, ONE), (10.0, math.inf, HALF), (4.0, math.inf, NOW), (None, 100.0, ONE), (None, 20.0, NOW)],
-)
+@pytest.mark.parametrize(("most", "left", "taken"), [
+    (None, math.inf, ONE), (10.0, math.inf, HALF), (4.0, math.inf, NOW), (None, 100.0, ONE), (None, 20.0, NOW),
+])  # fmt: skip
 def test_the_fastest_that_fits_and_pays_is_taken(most: float | None, left: float, taken: Prediction) -> None:
     found = choose(NOW, [ONE, HALF], most, left, 100.0)
     assert found.taken == taken

@@ -73,16 +73,14 @@ def _texts(seed: int, size: int) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
-    "gpt": (gpt, masked_loss, _masked),
-    "tied": (tied_gpt, masked_loss, _masked),
+    "gpt": (gpt, masked_loss, _masked), "tied": (tied_gpt, masked_loss, _masked),
     "dropping texts": (layers(Embedding, *[Dropping] * 4, Head), mean_loss, _texts),
     "partly frozen": (layers(FrozenEmbedding, FrozenBlock, FrozenBlock, Block, Block, Head), mean_loss, _texts),
     # the layer behind the frozen ones writes into what these put out
     "writing": (layers(FrozenEmbedding, FrozenBlock, models.WritingBlock, Block, Block, Head), mean_loss, _texts),
     "mostly frozen": (layers(FrozenEmbedding, *[FrozenBlock] * 3, Block, Head), mean_loss, _texts),
-    "texts": (gpt, mean_loss, _texts),
-    "tied texts": (tied_gpt, mean_loss, _texts),
-}
+    "texts": (gpt, mean_loss, _texts), "tied texts": (tied_gpt, mean_loss, _texts),
+}  # fmt: skip
 
 
 def data_of(case: Case) -> list[list[Any]]:

@@ -35,9 +35,8 @@ _TIED = {"tie_word_embeddings": True}
 
 FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, _GROUPED | _LLAMA3 | {"attention_bias": True}),
-    "llama, tied, dynamic": (
-        transformers.LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | {"max_position_embeddings": ORIGINAL} | _TIED
-    ),
+    "llama, tied, dynamic": (transformers.LlamaConfig, _GROUPED | _rope("dynamic", factor=2.0) | _TIED |
+                             {"max_position_embeddings": ORIGINAL}),
     "mistral": (transformers.MistralConfig, _GROUPED | {"sliding_window": WINDOW}),
     "qwen2": (transformers.Qwen2Config, _GROUPED | _rope("yarn", factor=2.0, **_TRAINED_ON)),
     "qwen3": (transformers.Qwen3Config, _GROUPED | {"head_dim": 16} | _WINDOWS | _TIED),
@@ -117,13 +116,9 @@ Steps = Sequence[Sequence[dict[str, Tensor]]]
 
 
 def train_alone(
-    model: Any,
-    steps: Steps,
-    *,
-    mean_over_step: bool = False,
+    model: Any, steps: Steps, *, mean_over_step: bool = False, before_step: Callable[[int], Any] = lambda number: None,
     optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=SGD["params"]["lr"]),  # noqa: B008
-    before_step: Callable[[int], Any] = lambda number: None,
-) -> Trace:
+) -> Trace:  # fmt: skip
     """Train this model by the loss of its own; a step is the mean over micro-batches, or over all labels of the step."""
 
     def part_of_loss(features: dict[str, Tensor], step: Sequence[Any]) -> Tensor:

@@ -7,9 +7,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 from torch import Tensor
-
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
-
 from transformers import ApertusConfig, DataCollatorWithFlattening, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 

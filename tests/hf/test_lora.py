@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
 pytest.importorskip("peft", reason="peft is not installed, extra hf")
 
 import peft

@@ -9,9 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
-
-
 import ds_terapipe
 from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
@@ -172,10 +169,9 @@ def frozen_and_moved(family: str, kind: str, given: str, folder: Path) -> dict[s
     engine.destroy()
     return {
         "off": max(worst(*pairs), *(abs(a / b - 1) for a, b in zip(losses, expected.losses, strict=True))),
-        "missing": set(expected.weights) - set(got),
-        "stages": stages,
+        "missing": set(expected.weights) - set(got), "stages": stages,
         "away": {p.untyped_storage().nbytes() // p.element_size() for p in away},
-    }
+    }  # fmt: skip
 
 
 def work(rank: int, world: int, folder: str) -> tuple[Any, ...]:

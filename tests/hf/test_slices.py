@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
-
 from ds_terapipe import hf
 from ds_terapipe.hf.check import Exact
 from ds_terapipe.hf.decoder_pipeline import _built, _specs

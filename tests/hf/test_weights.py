@@ -14,9 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is not installed, extra hf")
-
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -65,6 +65,12 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
         number += 1
 
 
+def of_all_ranks(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
 def whole_tensors(
     pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:
@@ -83,11 +89,9 @@ def whole_tensors(
         for name, p in pipeline.named_parameters()
         if (value := of(p)) is not None
     ]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     shards: dict[str, dict[int, torch.Tensor]] = {}
     cuts: dict[str, tuple[int, int]] = {}
-    for rank, parameters in enumerate(everyone):
+    for rank, parameters in enumerate(of_all_ranks(mine)):
         for name, dimension, stride, value in parameters:
             first = shards.setdefault(name, {}).setdefault(rank % tensor if dimension >= 0 else 0, value)
             cuts[name] = (dimension, stride)
@@ -107,10 +111,8 @@ def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tenso
 
 def exact_loss(engine: Any, mean: float) -> float:
     """DeepSpeed rounds a loss to fp32 on its way to the other stages."""
-    everyone: list[Any] = [None] * dist.get_world_size()
     mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
-    dist.all_gather_object(everyone, mine)
-    losses = [loss for loss in everyone if loss is not None]
+    losses = [loss for loss in of_all_ranks(mine) if loss is not None]
     exact = sum(losses) / len(losses)
     assert abs(exact - mean) <= 1e-6 * abs(exact)
     return exact

@@ -41,9 +41,8 @@ class Case:
     """
 
     def __init__(
-        self, runs: Sequence[Run], rules: Sequence[Rule] = (Rule(),), layers: int = 0, device: str = "cpu",
-        fresh: bool = False,
-    ) -> None:  # fmt: skip
+        self, runs: Sequence[Run], rules: Sequence[Rule] = (Rule(),), layers: int = 0, device: str = "cpu", fresh: bool = False
+    ) -> None:
         self.runs, self.rules = list(runs), list(rules)
         layers = layers or max((run.layer for run in runs), default=-1) + 1
         random = torch.Generator().manual_seed(0)
@@ -91,9 +90,8 @@ class Case:
         """Copies of all that a step may change, as bits: nan is nan."""
         kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         tensors = [t for view in self.arrays for t in view if t is not None]
-        return [
-            t.clone().view(kinds[t.element_size()]) for t in (*tensors, self.norms, self.ratios, self.control, self.tables.rules)
-        ]
+        tensors += [self.norms, self.ratios, self.control, self.tables.rules]
+        return [t.clone().view(kinds[t.element_size()]) for t in tensors]
 
     def set_control(self, scale: float = 1.0, max_norm: float = 0.0) -> None:
         """Set ``control`` as before a step."""

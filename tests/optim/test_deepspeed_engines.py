@@ -18,12 +18,12 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_grad
-from torch import Tensor, distributed as dist, nn
+from torch import Tensor, nn
 
 import ds_terapipe
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
-from tests.megatron.common import whole_tensors
+from tests.megatron.common import of_all_ranks, whole_tensors
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import allow_fp16, mine
 from tests.spawn import launched, run_ranks
@@ -54,20 +54,17 @@ class Setup(NamedTuple):
 PIPELINES = {
     "fp32, four stages, slices": Setup({**SLICES}, 4, params={"max_grad_norm": 0.3, "mode": "deepspeed"}),
     "fp32 zero1, two groups": Setup({**CLIP, **ZERO1}, grouped=True, resumes=True),
-    "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True),
-    "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
-}
+    "bf16 zero1": Setup({**CLIP, **BF16, **ZERO1}, resumes=True), "fp16, slices": Setup({**CLIP, **FP16, **SLICES}),
+}  # fmt: skip
 PLAIN = {
     "fp32": Setup(CLIP_LOW, grouped=True, params={"exclude": "bias_norm"}, resumes=True),
     "fp32 zero1, two groups": Setup(ZERO1, grouped=True, params={"split_qkv": True}, resumes=True),
-    "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}),
-    "bf16": Setup(BF16, resumes=True),
-    "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
+    "fp32 zero2": Setup({**CLIP_LOW, **ZERO2}), "bf16": Setup(BF16, resumes=True),
+    "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}), "bf16 zero1": Setup({**CLIP_LOW, **BF16, **ZERO1}),
     "bf16 zero1, fp32 sum": Setup({**CLIP_LOW, **BF16, **ZERO1, **FP32_SUM}, grouped=True),
     "bf16 zero2": Setup({**BF16, **ZERO2}, grouped=True, resumes=True),
     "fp16": Setup({**CLIP_LOW, **FP16}, grouped=True, params={"split_qkv": True}, resumes=True),
-    "fp16 zero1": Setup({**CLIP_LOW, **FP16, **ZERO1}),
-}
+}  # fmt: skip
 
 
 class Net(nn.Module):
@@ -160,12 +157,6 @@ def of_gradients(engine: Any) -> Callable[[Any], Tensor | None]:
 
 def whole(engine: Any, of: Callable[[Any], Tensor | None], unlike: set[str]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value).float() for name, value in whole_tensors(engine.module, of, unlike).items()}
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:

@@ -14,6 +14,8 @@ from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
 
+from .tables import same
+
 # Keys that the ``step`` of DeepSpeed's, apex's and timm's LAMB read from a group.
 READ_BY_OTHERS = {
     "lr", "bias_correction", "betas", "eps", "weight_decay", "max_grad_norm", "max_coeff", "min_coeff", "grad_averaging", "step",
@@ -42,10 +44,6 @@ def snapshot(params: list[Parameter], optimizer: FusedLamb) -> list[Tensor]:
     """Everything that a step changes."""
     states = [torch.as_tensor(v).clone() for p in params for _, v in sorted(optimizer.state[p].items())]
     return [*(parameter.detach().clone() for parameter in params), *states]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 Both = tuple[list[Parameter], FusedLamb]

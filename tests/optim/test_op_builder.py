@@ -10,6 +10,7 @@ import sysconfig
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -80,13 +81,10 @@ def test_pick_takes_the_op_of_the_device() -> None:
     assert not [flag for flag in CpuLambBuilder().cxx_args() if "march" in flag or "mtune" in flag], "one processor's"
 
 
-def no_code() -> None:
-    raise RuntimeError("FusedLamb on CUDA, occupancy: no kernel image is available for execution on the device")
-
-
 def test_an_op_that_has_no_code_for_the_device_is_pytorchs(monkeypatch, warnings):
     """Which is found before the first step."""
-    monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=no_code))
+    no_code = RuntimeError("FusedLamb on CUDA, occupancy: no kernel image is available for execution on the device")
+    monkeypatch.setattr(CudaLambBuilder, "load", lambda self: SimpleNamespace(blocks_of_device=mock.Mock(side_effect=no_code)))
     assert backends.pick(CUDA).name == "plain"
     assert "several times slower than its cuda op" in warnings.text
     with pytest.raises(ConfigError, match="must be auto or plain where the op cannot be loaded"):

@@ -166,10 +166,9 @@ BAD_PHASES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "params", "message"),
-    [*(("LambWarmup", {**PARAMS, **change}, said) for change, said in BAD), *(("MixedBatch", *row) for row in BAD_PHASES)],
-)
+@pytest.mark.parametrize(("kind", "params", "message"), [
+    *(("LambWarmup", {**PARAMS, **change}, said) for change, said in BAD), *(("MixedBatch", *row) for row in BAD_PHASES),
+])  # fmt: skip
 def test_wrong_values_name_phase_and_key(kind: str, params: dict[str, Any], message: str) -> None:
     given = {key: value for key, value in params.items() if value is not GONE}
     with pytest.raises(ConfigError) as caught:
@@ -182,24 +181,21 @@ FIRST = [{name: value for name, value in SMALL[0].items() if name != "micro_batc
 ALONE = "scheduler.params.phases[0]"
 
 
-@pytest.mark.parametrize(
-    ("phases", "config", "replicas", "message"),
-    [
-        (SMALL, {"train_batch_size": 4}, None, f"train_batch_size: got 4, must be {ALONE}.batch_size (8) or absent"),
-        (SMALL, {"elasticity": {"enabled": True}}, None, "elasticity.enabled: got true, must be false beside MixedBatch"),
-        (SMALL, {"token_pipeline": {"slices": [8, 8]}}, None,
-         "[8, 8], which add up to 16 tokens, must add up to scheduler.params.phases[1]"),
-        (SMALL, {"token_pipeline": {"slices": 17}}, None, f"token_pipeline.slices: got 17, must be at most {ALONE}.seq_length"),
-        (changed(0, micro_batch_size=4), {"train_micro_batch_size_per_gpu": 2}, None,
-         f"train_micro_batch_size_per_gpu: got 2, must be {ALONE}"),
-        (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, 2,
-         "= 8 / 1 / 2 = 4 or absent beside MixedBatch, use 4"),
-        (FIRST, {"train_micro_batch_size_per_gpu": 3}, 2, f"{ALONE}.batch_size: got 8, must be a multiple of"),
-        (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, 2, None),
-        (SMALL, {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 16}}, None, None),
-        (SMALL, {"token_pipeline": {"enabled": False, "slices": 17}}, None, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("phases", "config", "replicas", "message"), [
+    (SMALL, {"train_batch_size": 4}, None, f"train_batch_size: got 4, must be {ALONE}.batch_size (8) or absent"),
+    (SMALL, {"elasticity": {"enabled": True}}, None, "elasticity.enabled: got true, must be false beside MixedBatch"),
+    (SMALL, {"token_pipeline": {"slices": [8, 8]}}, None,
+     "[8, 8], which add up to 16 tokens, must add up to scheduler.params.phases[1]"),
+    (SMALL, {"token_pipeline": {"slices": 17}}, None, f"token_pipeline.slices: got 17, must be at most {ALONE}.seq_length"),
+    (changed(0, micro_batch_size=4), {"train_micro_batch_size_per_gpu": 2}, None,
+     f"train_micro_batch_size_per_gpu: got 2, must be {ALONE}"),
+    (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, 2,
+     "= 8 / 1 / 2 = 4 or absent beside MixedBatch, use 4"),
+    (FIRST, {"train_micro_batch_size_per_gpu": 3}, 2, f"{ALONE}.batch_size: got 8, must be a multiple of"),
+    (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, 2, None),
+    (SMALL, {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 16}}, None, None),
+    (SMALL, {"token_pipeline": {"enabled": False, "slices": 17}}, None, None),
+])  # fmt: skip
 def test_other_keys_agree_with_the_phases(phases: Any, config: Any, replicas: Any, message: str | None) -> None:
     whole = {**config, **scheduler(phases)}
     if message is None:

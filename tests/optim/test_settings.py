@@ -179,28 +179,25 @@ def test_the_users_configuration_stays_as_it_was_and_max_grad_norm_is_gradient_c
         assert read(settings).config.get("gradient_clipping") == clipping
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (params(max_grad_norm=-1), r"optimizer\.params\.max_grad_norm: got -1, must be a finite number, 0 or more"),
-        ({**params(max_grad_norm=2.0), "gradient_clipping": 1.0},
-         r"^optimizer\.params\.max_grad_norm: got .*, must be equal to gradient_clipping"),
-        (params(mode="papre"), r'optimizer\.params\.mode: got "papre", must be one of paper'),
-        (params(wieght_decay=0.1), r'optimizer\.params: unknown key "wieght_decay", .* use "weight_decay"$'),
-        (config(optimizer={"type": "FusedLamb"}), r"optimizer\.params\.lr: missing, must be .* use e\.g\. 1e-3"),
-        (zero(3), r"zero_optimization\.stage: got 3, must be 0, 1 or 2"),
-        (zero(1, offload_optimizer={"device": "cpu"}),
-         r'zero_optimization\.offload_optimizer: got \{"device": "cpu"\}, .* use device "none"'),
-        (zero(2, zenflow={}), r"zero_optimization\.zenflow: got \{\}"),
-        (zero(1, round_robin_gradients=True), r"zero_optimization\.round_robin_gradients: got true, must be false"),
-        (config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}), r"bf16\.bf16_master_weights_and_grads: got true"),
-        (config(torch_autocast={"enabled": True, "dtype": "float16"}), r"torch_autocast: got .*float16"),
-        (config(tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: got 2"),
-        (config(scheduler={"type": "LambWarmup", "params": {}}), r"scheduler\.params\.\w+: missing"),
-        ({"train_batch_size": 8, "scheduler": WARMUP},
-         r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    (params(max_grad_norm=-1), r"optimizer\.params\.max_grad_norm: got -1, must be a finite number, 0 or more"),
+    ({**params(max_grad_norm=2.0), "gradient_clipping": 1.0},
+     r"^optimizer\.params\.max_grad_norm: got .*, must be equal to gradient_clipping"),
+    (params(mode="papre"), r'optimizer\.params\.mode: got "papre", must be one of paper'),
+    (params(wieght_decay=0.1), r'optimizer\.params: unknown key "wieght_decay", .* use "weight_decay"$'),
+    (config(optimizer={"type": "FusedLamb"}), r"optimizer\.params\.lr: missing, must be .* use e\.g\. 1e-3"),
+    (zero(3), r"zero_optimization\.stage: got 3, must be 0, 1 or 2"),
+    (zero(1, offload_optimizer={"device": "cpu"}),
+     r'zero_optimization\.offload_optimizer: got \{"device": "cpu"\}, .* use device "none"'),
+    (zero(2, zenflow={}), r"zero_optimization\.zenflow: got \{\}"),
+    (zero(1, round_robin_gradients=True), r"zero_optimization\.round_robin_gradients: got true, must be false"),
+    (config(bf16={"enabled": True, "bf16_master_weights_and_grads": True}), r"bf16\.bf16_master_weights_and_grads: got true"),
+    (config(torch_autocast={"enabled": True, "dtype": "float16"}), r"torch_autocast: got .*float16"),
+    (config(tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: got 2"),
+    (config(scheduler={"type": "LambWarmup", "params": {}}), r"scheduler\.params\.\w+: missing"),
+    ({"train_batch_size": 8, "scheduler": WARMUP},
+     r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$'),
+])  # fmt: skip
 def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         read(settings)

@@ -28,11 +28,9 @@ MOVES = {"elastic_pipeline": {"resize": {"policy": [[900, 2]]}}}
 STAYS = {"elastic_pipeline": {"resize": {"policy": "off"}}}
 # Whose checkpoint is damaged, and who reads it: stages and further keys of ds_config.json.
 KINDS: dict[str, tuple[tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
-    "stages": ((2, {}), (2, {})),
-    "replicas, bf16, ZeRO-1": ((1, ZERO1), (1, ZERO1)),
-    "elastic, by name": ((2, STAYS), (1, STAYS)),
-    "elastic, into the saved shape": ((2, STAYS), (1, MOVES)),
-}
+    "stages": ((2, {}), (2, {})), "replicas, bf16, ZeRO-1": ((1, ZERO1), (1, ZERO1)),
+    "elastic, by name": ((2, STAYS), (1, STAYS)), "elastic, into the saved shape": ((2, STAYS), (1, MOVES)),
+}  # fmt: skip
 
 
 def archive(folder: Path, **options: Any) -> Path:

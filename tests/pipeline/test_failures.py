@@ -58,26 +58,21 @@ class Case(NamedTuple):
 
 
 CASES = {  # those that take longest first: all together mostly wait
-    "stop the first of 2": Case("stop", 0, 2, 2),
-    "stop the last of 4": Case("stop", 3, 4, 4),
-    "stop before header": Case("stop", 1, 2, 2, "header"),
-    "stop before gradients": Case("stop", 1, 2, 1, "gradients"),
-    "kill the first of 4": Case("kill", 0, 4, 4),
-    "kill the last of 4": Case("kill", 3, 4, 4),
-    "kill in a replica": Case("kill", 3, 4, 2),
-    "bug": Case("raise", 1, 2, 2),
-}
+    "stop the first of 2": Case("stop", 0, 2, 2), "stop the last of 4": Case("stop", 3, 4, 4),
+    "stop before header": Case("stop", 1, 2, 2, "header"), "stop before gradients": Case("stop", 1, 2, 1, "gradients"),
+    "kill the first of 4": Case("kill", 0, 4, 4), "kill the last of 4": Case("kill", 3, 4, 4),
+    "kill in a replica": Case("kill", 3, 4, 2), "bug": Case("raise", 1, 2, 2),
+}  # fmt: skip
 FULL = {
     "stop the store's host": Case("stop", 0, 2, 2, "header"),
     **{f"stop before {where}": Case("stop", 1, 2, 2, where) for where in ("tied", "optimizer", "loss")},
 }
 BUILT = {
-    "stop in groups": Case("stop", 1, 3, 3, "groups"),
+    "stop in groups": Case("stop", 1, 3, 3, "groups"), "kill in groups": Case("kill", 1, 2, 2, "groups"),
     "kill in the first look at the model": Case("kill", 1, 2, 2, "the first look at the model"),
     "kill in DeepSpeed's constructor": Case("kill", 1, 3, 3, "DeepSpeed's constructor"),
     "kill the store's host": Case("kill", 0, 2, 2, "DeepSpeed's constructor"),
-    "kill in groups": Case("kill", 1, 2, 2, "groups"),
-}
+}  # fmt: skip
 BROKEN, LATE = "(closed|reset)", "Timed out"
 # Lines of a survivor's report about ranks that it waited for, and about others.
 TOLD = (

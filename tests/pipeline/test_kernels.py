@@ -58,9 +58,8 @@ class Aten:
         return out, torch.zeros(q.shape[0], q.shape[2], max_q), torch.zeros(2), torch.zeros(()), torch.zeros(0)
 
     def _flash_attention_backward(
-        self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale,
-        window_size_left,
-    ):  # fmt: skip
+        self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, seed, offset, *, scale, window_size_left
+    ):
         assert grad.shape == out.shape == q.shape and lse.shape == (q.shape[0], q.shape[2], max_q)
         return self._run("flash backward", q, k, v, self._causal(q, k, window_size_left), scale, grad)
 

@@ -57,23 +57,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # slices, schedule, micro-batches, weight gradients, sequences of a micro-batch, model
 SETTINGS: dict[str, tuple[int | list[int], str, int, str, int, str]] = {
-    "two slices": (2, "1f1b", 1, "micro_batch", BATCH, "gpt"),
-    "uneven": ([18, 15, 9, 6], "1f1b", 1, "micro_batch", BATCH, "gpt"),
-    "terapipe": (4, "terapipe", 3, "micro_batch", BATCH, "gpt"),
+    "two slices": (2, "1f1b", 1, "micro_batch", BATCH, "gpt"), "uneven": ([18, 15, 9, 6], "1f1b", 1, "micro_batch", BATCH, "gpt"),
+    "terapipe": (4, "terapipe", 3, "micro_batch", BATCH, "gpt"), "terapipe, by slice": (8, "terapipe", 2, "slice", BATCH, "gpt"),
     "weight gradients in waits": (4, "zero_bubble", 3, "micro_batch", BATCH, "gpt"),
-    "terapipe, by slice": (8, "terapipe", 2, "slice", BATCH, "gpt"),
     # gradients of weights are a good part of what there is, which at the peak are not there yet
     "one sequence": (2, "1f1b", 1, "slice", FEW, "gpt"),
     # known from one trial: what does not grow with slices has to be counted
     "recomputed, 16 bits": (6, "1f1b", 1, "slice", FEW, "16 bits"),
     "two tensors": (4, "terapipe", 3, "micro_batch", BATCH, "two tensors"),
-    "uncut": (1, "terapipe", 2, "slice", BATCH, "gpt"),
-    "1f1b, by slice": (4, "1f1b", 2, "slice", BATCH, "gpt"),
-    "ZeRO-1": (2, "terapipe", 2, "slice", BATCH, "ZeRO-1"),
-    "ZeRO-1, uncut": (1, "1f1b", 2, "slice", BATCH, "ZeRO-1"),
+    "uncut": (1, "terapipe", 2, "slice", BATCH, "gpt"), "1f1b, by slice": (4, "1f1b", 2, "slice", BATCH, "gpt"),
+    "ZeRO-1": (2, "terapipe", 2, "slice", BATCH, "ZeRO-1"), "ZeRO-1, uncut": (1, "1f1b", 2, "slice", BATCH, "ZeRO-1"),
     "ZeRO-1, by micro-batch": (4, "1f1b", 2, "micro_batch", BATCH, "ZeRO-1"),
     "ZeRO-1, by micro-batch, terapipe": (4, "terapipe", 2, "micro_batch", BATCH, "ZeRO-1"),
-}
+}  # fmt: skip
 
 
 class Counted:

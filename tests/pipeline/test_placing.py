@@ -230,9 +230,7 @@ def test_a_training_goes_on_in_any_placement_from_the_same_bits(spread):
 
 
 def test_states_of_other_shapes_and_what_cannot_be_placed_are_refused(spread):
-    wanted = (
-        "exp_avg of shape [3], not [", "each of the 4 stages has one of the 3 layers", "1 for a model on one place",
-    )  # fmt: skip
+    wanted = ("exp_avg of shape [3], not [", "each of the 4 stages has one of the 3 layers", "1 for a model on one place")
     for _, _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):
             assert text.startswith("ConfigError: ") and part in text and "\n" not in text, text

@@ -30,16 +30,13 @@ def test_equal_slices_spread_the_remainder_and_given_ones_are_kept(total, slices
     assert spans(uneven) == tuple(Span(a, b, sum(uneven)) for a, b in pairwise([0, *accumulate(uneven)]))
 
 
-@pytest.mark.parametrize(
-    ("slices", "ranks", "message"),
-    [
-        ([4, 4], 1, "got [4, 4], which add up to 8 tokens, must add up to the sequence length 12, use e.g. 2"),
-        (13, 1, "got 13, must be at most the sequence length 12, use e.g. 8"),
-        (5, 3, "got 5, must be at most the sequence length 12 / 3 ranks that share it, use e.g. 4"),
-        ([5, 1, 6], 3, "got [5, 1, 6], must be multiples of 3, the tensor-parallel ranks that share the tokens of a slice "
-                       "(sequence_parallel), use e.g. [6, 6]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("slices", "ranks", "message"), [
+    ([4, 4], 1, "got [4, 4], which add up to 8 tokens, must add up to the sequence length 12, use e.g. 2"),
+    (13, 1, "got 13, must be at most the sequence length 12, use e.g. 8"),
+    (5, 3, "got 5, must be at most the sequence length 12 / 3 ranks that share it, use e.g. 4"),
+    ([5, 1, 6], 3, "got [5, 1, 6], must be multiples of 3, the tensor-parallel ranks that share the tokens of a slice "
+                   "(sequence_parallel), use e.g. [6, 6]"),
+])  # fmt: skip
 def test_lengths_that_do_not_fit_are_errors(slices, ranks, message):
     with pytest.raises(ConfigError, match=re.escape(f"token_pipeline.slices: {message}")):
         slice_lengths(S, slices, ranks)

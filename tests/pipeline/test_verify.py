@@ -267,12 +267,10 @@ def with_and_without(rank, world_size):
         for seeded in (torch.manual_seed, random.seed, numpy.random.seed):
             seeded(5)
         engine = build_engine(
-            [LayerSpec(kind) for kind in (Embedding, Busy, Busy, EncoderLayer, Head)],
-            CountedLoss(),
+            [LayerSpec(kind) for kind in (Embedding, Busy, Busy, EncoderLayer, Head)], CountedLoss(), stages=1,
             token_pipeline={**SLICES, "verify": verify},
-            stages=1,
             module={"seed_layers": False},  # else every layer starts with its own seed, whatever happened before
-        )
+        )  # fmt: skip
         with redirect_stdout(out):
             losses = [float(engine.train_batch(iter(step))) for step in STEPS]
         state = dict(engine.module.state_dict(), torch=torch.get_rng_state())

@@ -222,10 +222,9 @@ def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
     assert clock.now > 130
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("silent", "no sign of life"), ("failed", "failed: KeyError: 'x'"), ("gone", "rank 1: process 99999999 is gone")],
-)
+@pytest.mark.parametrize(("what", "said"), [
+    ("silent", "no sign of life"), ("failed", "failed: KeyError: 'x'"), ("gone", "rank 1: process 99999999 is gone"),
+])  # fmt: skip
 def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
         store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")

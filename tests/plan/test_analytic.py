@@ -27,9 +27,7 @@ def cost_of(**changes):
     return AnalyticCost(**{**base, **changes})
 
 
-@given(
-    st.integers(1, 4096), st.integers(0, 4096), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.booleans()
-)  # fmt: skip
+@given(st.integers(1, 4096), st.integers(0, 4096), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.booleans())
 def test_a_slice_is_the_sum_of_its_parts(length, context, sequences, p, blocking):
     """The formula, written out once more in the terms of a GPT of the standard shape (12 H² weights in a layer)."""
     cost = cost_of(sequences=sequences, tensor_parallel=p, blocking_messages=blocking)
@@ -163,9 +161,7 @@ def test_the_parts_of_a_stage_share_its_memory_and_the_last_has_the_losses():
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.data(), strategies.placements(), st.sampled_from(NAMES), lengths_of_slices, st.integers(1, 4), st.booleans()
-)  # fmt: skip
+@given(st.data(), strategies.placements(), st.sampled_from(NAMES), lengths_of_slices, st.integers(1, 4), st.booleans())
 def test_the_step_that_was_measured_takes_what_was_measured(data, placement, schedule, lengths, micro_batches, once):
     stages = data.draw(st.lists(stage_memories, min_size=len(placement.stages), max_size=len(placement.stages)))
     model = MemoryModel(tuple(replace(stage, working=0.0, joined=0.0) for stage in stages))

@@ -140,10 +140,9 @@ def test_a_long_sequence_is_cut_at_1024_places_at_most_and_a_short_one_searched_
     assert {*improve.other_cuts(times, request, (16,) * 3)} == {(24, 16, 8), (32, 8, 8)}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches", "factors"),
-    [("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4)],
-)
+@pytest.mark.parametrize(("schedule", "micro_batches", "factors"), [
+    ("auto", 4, [1.0, 1.0, 1.0, 2.0]), ("terapipe", 1, [1.0, 1.0, 1.0, 2.0]), ("1f1b", 4, [1.0] * 4),
+])  # fmt: skip
 def test_never_slower_than_equal_slices_or_terapipes_optimum(schedule, micro_batches, factors):
     cost, stages = ExampleCost(factors, attention=2e-8, link=1e-7, rough=5e-4), len(factors)
     found, times = choose(cost, Request(1000, stages, micro_batches, schedule)), StepTimes(cost, stages, micro_batches)

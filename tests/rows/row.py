@@ -111,23 +111,14 @@ class Row(NamedTuple):
 FACTORS: dict[str, Sequence[Any]] = {
     "model": ("gpt", "tied", "writing", "megatron", "modern"),
     "layout": tuple(Layout(*each) for each in ((2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1))),
-    "slices": (1, 2, UNEVEN, 4),
-    "schedule": (*NAMES, "interleaved"),
-    "weight_gradients": ("auto", "slice", "micro_batch"),
-    "micro_batches": (2, 4),
+    "slices": (1, 2, UNEVEN, 4), "schedule": (*NAMES, "interleaved"),
+    "weight_gradients": ("auto", "slice", "micro_batch"), "micro_batches": (2, 4),
     "precision": ("fp32", "fp64", "ZeRO-1", "bf16", "bf16 at once", "bf16 ZeRO-1", "fp16"),
-    "optimizer": ("sgd", "adamw", "instance", "lamb"),
-    "loss": ("own", "masked", "per token", "focused"),
-    "recompute": (0, 1, 2),
-    "clip": (0.0, 0.5),
-    "freeze": ("none", "by hand", "schedule"),
-    "resize": ("off", "once", "and back"),
-    "cache": (False, True),
-    "packed": (False, True),
-    "sequence_parallel": (False, True),
-    "resume": ("no", "here", "elsewhere"),
-    "placement": ("plain", "interleaved", "v"),
-}
+    "optimizer": ("sgd", "adamw", "instance", "lamb"), "loss": ("own", "masked", "per token", "focused"),
+    "recompute": (0, 1, 2), "clip": (0.0, 0.5), "freeze": ("none", "by hand", "schedule"),
+    "resize": ("off", "once", "and back"), "cache": (False, True), "packed": (False, True),
+    "sequence_parallel": (False, True), "resume": ("no", "here", "elsewhere"), "placement": ("plain", "interleaved", "v"),
+}  # fmt: skip
 OURS = ("gpt", "tied", "writing")
 
 RULES = (

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -104,13 +105,8 @@ class _Run:
         units = [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
         stages = range(len(placement.stages))
         self.wanted = [Action(op, stage, unit) for stage in stages for op in self._ops(stage) for unit in units]
-        self.wanted += [
-            Action(Op.WEIGHT_GRADIENTS, stage, unit, group)
-            for stage in stages[placement.forward_only :]
-            for unit in units
-            for group in groups
-            if each_slice or unit.slice == 0
-        ]
+        made = product(stages[placement.forward_only :], [unit for unit in units if each_slice or unit.slice == 0], groups)
+        self.wanted += [Action(Op.WEIGHT_GRADIENTS, *each) for each in made]
 
     def _ops(self, stage: int) -> list[Op]:
         where = self.placement

@@ -47,7 +47,8 @@ def test_two_receives_ahead_lock_up(name, stages, shape):
 def test_collectives_beside_the_messages_come_to_their_end_and_in_another_order_they_do_not(name, stages):
     grid = lowered(name, as_placement(stages), [2, 3], weights=True)
     programs = {place: program_of(row) for place, row in enumerate(grid)}
-    ranks = with_collectives(programs, tensor_parallel=2, replicas=2, tied=(0, stages - 1))
+    every = product(programs, range(2), range(2))  # two replicas, and two ranks that share the tensors
+    ranks = {rank: with_collectives(programs[rank[0]], rank, 2, 2, stages, (0, stages - 1)) for rank in every}
     assert len(ranks) == 4 * stages and ended(ranks)
     own = {entry.joins[0] for entry in ranks[0, 0, 0] if entry.joins and entry.stream == entry.joins[0]}
     assert own == {"labels", "tensor parallel", "tied weights", "gradients", "norm", "loss"}
@@ -58,13 +59,10 @@ def test_collectives_beside_the_messages_come_to_their_end_and_in_another_order_
     assert not ended(ranks)
 
 
-def with_collectives(programs: Any, tensor_parallel: int, replicas: int, tied: tuple[int, ...]) -> dict[Any, list[Entry]]:
-    """The programs of (place, replica, tensor-parallel index), with what else is collective in a step, on one backend."""
-    ranks = product(programs, range(replicas), range(tensor_parallel))
-    return {rank: _one_rank(programs[rank[0]], rank, tensor_parallel, replicas, len(programs), tied) for rank in ranks}
-
-
-def _one_rank(program: Any, rank: Any, tensor_parallel: int, replicas: int, places: int, tied: tuple[int, ...]) -> list[Entry]:
+def with_collectives(
+    program: Any, rank: Any, tensor_parallel: int, replicas: int, places: int, tied: tuple[int, ...]
+) -> list[Entry]:
+    """The program of a (place, replica, tensor-parallel index), with what else is collective in a step, on one backend."""
     (place, replica, index), counted = rank, Counter()
     entries, new_index = [], []
 

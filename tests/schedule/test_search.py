@@ -7,18 +7,8 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import (
-    Action,
-    Op,
-    Placement,
-    Unit,
-    check_text,
-    given as schedule_of,
-    grid_from,
-    replay,
-    text_of,
-    validate,
-)
+from ds_terapipe.schedule import Action, Op, Placement, Unit, replay, validate
+from ds_terapipe.schedule.given import check_text, given as schedule_of, grid_from, text_of
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.lower import complete, with_messages
 from ds_terapipe.schedule.numbered import Numbered, Problem

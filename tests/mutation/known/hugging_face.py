@@ -3,10 +3,7 @@
 from . import Known
 
 _TRAINED, _BATCHES = "tests/hf/test_slices.py", "tests/hf/test_batches.py"
-_CUT = (
-    "        span = places.span\n"
-    "        return cos[:, span.start : span.stop], sin[:, span.start : span.stop]\n"
-)  # fmt: skip
+_CUT = "        span = places.span\n        return cos[:, span.start : span.stop], sin[:, span.start : span.stop]\n"
 _LORA = "tests/hf/test_lora.py"
 _CALL = "is_causal=True, window=sliding_window, softcap=softcap,"
 
