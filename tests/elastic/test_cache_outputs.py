@@ -21,6 +21,7 @@ from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.documents import Documents
 
 CPU = torch.device("cpu")
+UNBOUND = type("Unbound", (nn.Module,), {"forward": lambda self, hidden: hidden.unbind()})()  # as many outputs as samples
 
 
 class Clock(threading.local):
@@ -93,8 +94,7 @@ def make(tmp_path: Path, said: list[str]) -> Iterator[Made]:
     made = []
 
     def new(*limits: int | None, agree: Any = int) -> OutputCache:
-        folder = tmp_path / str(len(made))
-        tiers = [Tier(folder / str(n), "one", limit) for n, limit in enumerate(limits or (None,))]
+        tiers = [Tier(tmp_path / str(len(made)) / str(n), "one", limit) for n, limit in enumerate(limits or (None,))]
         made.append(OutputCache(tiers, False, CPU, agree, said.append))
         return made[-1]
 
@@ -149,8 +149,9 @@ def test_other_weights_or_numbers_are_another_level(monkeypatch: pytest.MonkeyPa
     assert len({CacheSession(block)._level(stage.layers) for block in blocks}) == 2
 
 
-@pytest.mark.parametrize(("layer", "why"), [(nn.Dropout(0.5), "do not follow the samples"), (nn.BatchNorm1d(5), "write into")])
-def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, why, said):
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Flatten(0), UNBOUND, nn.BatchNorm1d(5)], ids=repr)
+def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, said):
+    why = "write into" if isinstance(layer, nn.BatchNorm1d) else "do not follow the samples"
     cache, stage = begun(make(), Slow(), layer.train())
     for _ in range(5):
         step(cache, stage, batch(0))
@@ -158,15 +159,15 @@ def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, w
     assert sum("for 2 layers" in line and why in line for line in said) == 1 and getattr(layer, "num_batches_tracked", 5) == 5
 
 
-@pytest.mark.parametrize("more", [(), (Slow(),)], ids=["their level", "the next level"])
-def test_entries_that_are_not_what_the_layers_put_out_are_found_out(more: Any, make: Made, said: list[str]) -> None:
-    cache, first = begun(make(), Slow())
+@pytest.mark.parametrize(("more", "factor"), [((), 1), ((Slow(),), 1), ((), 0)], ids=["their level", "the next level", "zeros"])
+def test_entries_that_are_not_what_the_layers_put_out_are_found_out(more: Any, factor: int, make: Made, said: list[str]) -> None:
+    torch._foreach_mul_([*(layer := Slow().requires_grad_(False)).parameters()], factor)
+    cache, first = begun(make(), layer)
     step(cache, first, batch(0), batch(1))
     other = OutputCache([Tier(cache.tiers[0].root, "one", None)], False, CPU, int, said.append)
     stage = Stage(*first.layers, *more)
     other.begin(stage.level(), first.level() if more else None)
-    with torch.no_grad():
-        first.layers[0].linear.bias += 1  # behind the back of the level
+    layer.linear.bias += 1  # behind the back of the level
     found = step(other, stage, batch(0), batch(1))
     assert all(torch.equal(one, stage.run(batch(n), 0)) for n, one in enumerate(found)) and other.counts.read == 0
     step(other, stage, batch(0))
@@ -207,9 +208,8 @@ def test_tensor_parallel_ranks_read_of_one_level_or_none(make: Made) -> None:
     one.begin(stage.level(), stage.level(1))
     for _ in range(3):
         (read,) = step(one, stage, batch(0))
-    assert one.counts.read == 3
     one.see([batch(0)])
-    assert one.active
+    assert one.active and one.counts.read == 3
     stage.starts.clear()
     others[:] = [0, 1]  # the other one has not this level, and has the earlier one
     assert torch.equal(one.outputs(0, batch(0), stage.compute), read)
@@ -243,8 +243,7 @@ def test_an_entry_may_be_empty_and_takes_its_own_room_again_in_a_run_with_less_o
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:
     tokens, mask, everywhere = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool), torch.ones(4, 4)
     before = names((tokens, mask, everywhere))
-    assert len(set(before)) == 3
-    assert names((tokens[[2, 0]], mask[[2, 0]], everywhere)) == [before[2], before[0]]  # in other company
+    assert len({*before}) == 3 and names((tokens[[2, 0]], mask[[2, 0]], everywhere)) == [before[2], before[0]]  # elsewhere
     for index, change in ((0, (1, 2)), (1, (1, 0, 0, 3))):
         inputs = [tokens.clone(), mask.clone(), everywhere]
         inputs[index][change] = 0
@@ -252,7 +251,8 @@ def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -
     packed = [names(tokens, Documents.of(torch.tensor([[1, 1, 1, 2], [1] * 4, s]))) for s in ([1] * 4, [1, 1, 2, 2])]
     assert [a == b for a, b in zip(*packed, strict=True)] == [True, True, False], "documents are of the sample"
     padded = torch.cat([tokens, torch.zeros(3, 1, dtype=torch.long)], 1)
-    for other in ((tokens, mask, everywhere * 2), (tokens.float(), mask, everywhere), (padded, mask, everywhere), tokens):
+    for other in ((tokens, mask, everywhere * 2), (tokens.float(), mask, everywhere), (padded, mask, everywhere), tokens,
+                  (tokens, mask, everywhere, torch.ones(()))):  # fmt: skip
         assert not set(before) & set(names(other))
     images = torch.randn(2, 3, 5, 5)
     assert names(images) == names(images.to(memory_format=torch.channels_last))

@@ -175,7 +175,7 @@ def pairs_of(frozen_layers: Any, said: str = PAIRS) -> tuple[dict[str, Any], str
     freeze('policy: got "grad-norm", must be "static" or "schedule" or ', "grad-norm"),
     freeze('interval: got 0, must be "epoch" or a positive number of steps, use e.g. 1000', interval=0),
     pairs_of([], f"freeze.frozen_layers: got [], {PAIRS}"),
-    pairs_of([[20, 2], [10, 4]]),
+    pairs_of([[20, 2], [10, 4]]), pairs_of([[20, 2], [20, 4]]),
     pairs_of([[10, 4], [20, 2]]),
     pairs_of([[10, 0]]),
     freeze("tolerance: got 1, must be above 0 and below 1", "plateau", tolerance=1),

@@ -49,8 +49,7 @@ def batches(draw: Any) -> dict[str, Tensor]:
 
 def visible(made: dict[str, Tensor]) -> Tensor:
     """Mask of transformers for ``sdpa``, [b, S, S]; True: may attend."""
-    tokens = made["input_ids"]
-    config = LlamaConfig(num_hidden_layers=1)
+    tokens, config = made["input_ids"], LlamaConfig(num_hidden_layers=1)
     config._attn_implementation = "sdpa"
     given = {name: made.get(name) for name in ("attention_mask", "position_ids")}
     mask = create_causal_mask(config, torch.zeros(*tokens.shape, 4), past_key_values=None, **given)
@@ -155,5 +154,6 @@ def test_a_head_counts_where_layers_are_shared_out() -> None:
     small = source_of(families.config_of("llama", num_hidden_layers=8), None, 0)
     large = source_of(families.config_of("llama", num_hidden_layers=8, vocab_size=900), None, 0)
     assert balanced(small, 2) == [4, 4] and balanced(small, 1) == [8]
+    assert balanced(source_of(families.config_of("llama", num_hidden_layers=1), None, 0), 2) == []
     ratio = large.numel("lm_head") / large.numel("model.layers.0")
     assert 3 < ratio < 5 and balanced(large, 2) == [6, 2] and balanced(large, 4) == [3, 2, 2, 1]

@@ -168,9 +168,9 @@ def test_other_sizes_are_refused() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     with pytest.raises(ConfigError, match="must order the processes by pipe, data, model"):
         adopt_topology(ProcessTopology(axes=["model", "data", "pipe"], dims=[2, 1, 2]))
-    initialize_parallel(tensor=2, pipeline=2)
-    assert initialize_parallel(tensor=2, pipeline=2).get_dim("pipe") == 2
+    assert [initialize_parallel(tensor=2, pipeline=2).get_dim("pipe") for _ in range(2)] == [2, 2]
     with pytest.raises(ConfigError, match=r"got 1 x 2, but megatron-core is set up for 2 x 2"):
         initialize_parallel(tensor=1, pipeline=2)
     destroy_parallel()
+    assert len(dist.distributed_c10d._world.pg_map) == 1, "the job's own group"
     dist.destroy_process_group()

@@ -24,6 +24,7 @@ from PIL import Image
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.megatron.layers import Rotary
 from tests.megatron.test_data import write as write_sentences
 from tests.spawn import free_port, in_background, launched, values_of
 
@@ -158,8 +159,7 @@ def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ra
         if rank == 0:
             harm(name)
         torch.distributed.barrier()
-        said: list[str] = []
-        handler = logging.Handler()
+        said, handler = list[str](), logging.Handler()
         handler.emit = lambda record, said=said: said.append(record.getMessage())  # type: ignore[method-assign]
         train.logger.addHandler(handler)
         with mock.patch.object(sys, "argv", ["train.py", *ON_TWO, *words, *options]):
@@ -189,14 +189,12 @@ elastic_ranks = launched(worker, 2, _NAMES[_NAMES.index("still") :], timeout=280
 
 
 def test_resumed_and_sliced_runs_have_the_same_losses(ranks: Ranks) -> None:
-    runs = ranks[0]
-    whole = runs["whole"].losses
+    runs, whole = ranks[0], ranks[0]["whole"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
     assert {**runs["stopped"].losses, **runs["resumed"].losses} == whole
     assert {**runs["uneven, stopped"].losses, **runs["uneven, resumed"].losses} == pytest.approx(whole, rel=1e-5)
-    assert set(runs["longer"].losses) == {4}
     order = "--train-iters: the checkpoint's training has 24 samples and this one 32, and their order depends on the number: "
-    assert any(line.startswith(order) for line in runs["longer"].said)
+    assert set(runs["longer"].losses) == {4} and any(line.startswith(order) for line in runs["longer"].said)
     message = '--stage-layers: got "2,2", must be as the checkpoint in uneven was saved, use 3,1'
     assert [found["even after uneven"].error for found in ranks] == [message] * 2
 
@@ -261,6 +259,9 @@ REFUSED: list[tuple[list[str], str]] = [
      "--num-attention-heads: got 4, must be a multiple of --tensor-model-parallel-size (3), use e.g. 6"),
     *(([*ALONE, *GPT, "--pipeline-model-parallel-size", "2", "--stage-layers", layers], STAGES.format(layers))
       for layers in ("3,2", "4,0", "two")),
+    ([*ALONE, *BERT, "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+     '--sequence-parallel: got "bert with 2 tensor-parallel rank(s)", must be gpt with several that share its tokens, use '
+     "--tensor-model-parallel-size 2 or leave it out"),
     ([*ALONE, "--model", "gpt"], "the following arguments are required: --seq-length, --vocab-size, --data-path"),
 ]  # fmt: skip
 
@@ -282,6 +283,7 @@ def test_arguments_that_can_not_be_end_with_a_line(words, message, monkeypatch, 
 
 def test_a_phase_that_is_longer_than_the_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     task = parsed(monkeypatch, *ALONE, *GPT).task
+    assert task.args.rotary_base == Rotary().base
     with pytest.raises(ConfigError) as refused:
         task.datasets({16: 8, 64: 8}, 0, lambda: True)
     assert str(refused.value) == "--seq-length: got 32, must be that of the longest phase (64) or more, use 64"
@@ -300,7 +302,6 @@ def prepare_text(rank: int, world: int, text: str, prefix: str) -> int:
 
 def launch() -> subprocess.CompletedProcess[str]:
     """train.py by DeepSpeed's launcher with two tensor-parallel ranks, without DeepSpeed's op that takes minutes to compile."""
-    port = free_port()
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     settings = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
     parallel = "--tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
@@ -310,7 +311,7 @@ def launch() -> subprocess.CompletedProcess[str]:
         Path(folder, "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS, **SLICED}))
         script.write_text(WITHOUT_OP.format(train=str(ROOT / "train.py")))
         values_of(prepare_text, 1, str(text), f"{folder}/corpus")
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(port)]
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
         options = [*RUN, *GPT, *shlex.split(f"--train-iters 2 --split 1,0,0 {parallel} --deepspeed_config config.json")]
         return subprocess.run([*command, str(script), *options], cwd=folder, **settings)
 
@@ -319,5 +320,4 @@ without_op = in_background(f"{__name__}:launcher", 2, launch)
 
 
 def test_the_launcher_runs_it_with_tensor_parallelism(without_op: subprocess.CompletedProcess[str]) -> None:
-    assert without_op.returncode == 0, without_op.stderr[-3000:]
-    assert "iteration 2/2 | loss" in without_op.stderr
+    assert without_op.returncode == 0 and "iteration 2/2 | loss" in without_op.stderr, without_op.stderr[-3000:]

@@ -34,8 +34,7 @@ def whole(folder: Path, tag: str) -> WholeFolder:
 
 def save(folder: Path, tag: str, content: str) -> None:
     """Save as an engine does."""
-    checkpoint = whole(folder, tag)
-    checkpoint.begin()
+    (checkpoint := whole(folder, tag)).begin()
     (checkpoint.unfinished / tag).mkdir(parents=True, exist_ok=True)
     for name in FILES:
         (checkpoint.unfinished / tag / name).write_text(content)
@@ -45,8 +44,7 @@ def save(folder: Path, tag: str, content: str) -> None:
 
 def content(folder: Path, tag: str | None) -> str | None:
     """The text that all files of a checkpoint have in them, the user's aside; None where there is none."""
-    here = folder / str(tag)
-    if not here.exists():
+    if not (here := folder / str(tag)).exists():
         return None
     names = {str(path.relative_to(here)) for path in here.rglob("*")}
     found = {name: (here / name).read_text() for name in names - {*OF_USER, "plots"}}
@@ -118,8 +116,10 @@ def test_files_of_a_checkpoint_that_the_new_one_does_not_have_go(tmp_path):
     for name in ("layer_09-model_states.pt", "offloaded_tensors/0.pt", "hf/names.json"):
         (tmp_path / "last" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "last" / name).write_text("old")
+    (link := tmp_path / "last" / "plots" / "best.svg").parent.mkdir()  # the user's, and stays
+    link.symlink_to("nowhere")
     save(tmp_path, "last", "new")
-    assert sorted(path.name for path in (tmp_path / "last").iterdir()) == sorted((*FILES, MANIFEST))
+    assert link.is_symlink() and {path.name for path in link.parents[1].iterdir()} == {*FILES, MANIFEST, "plots"}
 
 
 def test_a_rank_of_three_digits_has_its_own_file(tmp_path):

@@ -20,7 +20,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.inspection import first_batch
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
-from ds_terapipe.pipeline.inspection.differences import TOLERANCE
+from ds_terapipe.pipeline.inspection.differences import TOLERANCE, difference
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
@@ -298,8 +298,7 @@ verified = launched(with_and_without, 1)
 
 def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
     """Verify a stage of ``layers``; the first layer's inputs are cut in dimension ``row``, the others' [b, s, h]."""
-    root = nn.Sequential(*layers)
-    stage = LayerRange(layers, 4, context.enter_layer, context.leave_layer)
+    root, stage = nn.Sequential(*layers), LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     cuts = [(TensorCut(row=row),) * (len(inputs) if isinstance(inputs, tuple) else 1)]
     with undisturbed({context: root}):
         dims = SequenceDims((*cuts, *[(TensorCut(row=1),)] * (len(layers) - 1)), (TensorCut(row=1),))
@@ -318,6 +317,7 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change_or_wrong_p
     said = r"the output of layer 4 \(\w+\), module 0, differs by \d\.\de-\d+ between slice and whole"
     with pytest.raises(ConfigError, match=said):
         look(context, [changing(24, lambda x: x * (1 + TOLERANCE[dtype] * 4))], hidden)
+    assert [difference(torch.ones(n, dtype=dtype), torch.zeros(n, dtype=dtype), None) for n in (0, 1, 2)] == [0, 1, 1]
     steps = torch.arange(24)[:, None].to(dtype) / 500  # within the threshold of bf16
     with pytest.raises(ConfigError, match=said + r".*from 0 at test_verify\.py"):
         look(context, [layer(lambda self, x: x + steps[: x.shape[1]] * x)()], hidden)
@@ -337,7 +337,7 @@ def test_modules_within_a_layer_may_get_all_samples_tokens_in_one_dimension(row,
 def test_the_first_rows_of_a_table_become_the_slices_own():
     table, diagnosis = torch.arange(48).view(24, 2), SliceDiagnosis(Span(2, 5, 24))
     with diagnosis:
-        moved = table[:3], table[0:3, :], table[None, :3], table.T[..., :3].T
+        moved = table[:3], table[0:3:1, :], table[None, :3], table.T[..., :3].T
         others = table[1:3], table[:4], table[..., :3, 0]
     assert all(torch.equal(rows.reshape(3, 2), table[2:5]) for rows in moved)
     assert [rows.tolist() for rows in others] == [[[2, 3], [4, 5]], table[:4].tolist(), [4, 6, 8]]

@@ -386,7 +386,7 @@ class OutputCache:
     # --------------------------------------------------------------------------------------------------------------- end
 
     def close(self, keep: bool) -> None:
-        """Wait for pending writes, and close the folders."""
+        """Wait for writes that have begun, give up those that wait, and close the folders."""
         self.end()
         self.tell()
         for pool in (self._readers, self._writers):
@@ -430,5 +430,4 @@ def _close(one: Tensor, other: Tensor, smaller: bool) -> bool:
     if one.shape != other.shape or not one.is_floating_point():
         return bool(torch.equal(one, other))
     limit = _CLOSE_16 if smaller else _CLOSE.get(one.dtype, _CLOSE_16)
-    scale = float(one.abs().max()) if one.numel() else 0.0
-    return scale == 0.0 or bool((one - other).abs().max() <= limit * scale)
+    return not one.numel() or bool((one - other).abs().max() <= limit * one.abs().max())

@@ -72,9 +72,9 @@ def sample_dims(outputs: Any, others: Any, rows: int, other_rows: int) -> list[i
         None where that can't be told.
     """
     found: list[int | None] = []
+    if [one.dim() for one in as_tuple(outputs)] != [other.dim() for other in as_tuple(others)]:
+        return None
     for one, other in zip(as_tuple(outputs), as_tuple(others), strict=True):
-        if one.dim() != other.dim():
-            return None
         changed = [d for d in range(one.dim()) if one.shape[d] != other.shape[d]]
         if len(changed) > 1 or any((one.shape[d], other.shape[d]) != (rows, other_rows) for d in changed):
             return None

@@ -55,7 +55,7 @@ class Tier:
             if alone:  # the first process, maybe after a crash: no other process is writing
                 self._recount()
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-            _remove_dead(root, self.path)
+            _remove_dead(root)
 
     def read(self, name: str) -> memoryview | None:
         """Return the bytes written under a name; None if they are missing or damaged."""
@@ -170,11 +170,9 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (Path(at, name) for name in names if name not in (_LOCK, _USED))
 
 
-def _remove_dead(root: Path, mine: Path) -> None:
-    """Remove the folders of runs without a living process."""
+def _remove_dead(root: Path) -> None:
+    """Remove the folders of runs without a living process; a living one, as this one, holds a lock."""
     for path in root.iterdir():
-        if path == mine or not (path / _LOCK).is_file():
-            continue
         with suppress(OSError):
             lock = os.open(path / _LOCK, os.O_RDWR)
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 
@@ -95,7 +96,7 @@ def innermost(loader: Any) -> Any:
 
 def is_deepspeed_loader(loader: Any) -> bool:
     """Whether :class:`TrainingLoader` can take over this loader."""
-    return hasattr(innermost(loader), "_create_dataloader") and hasattr(innermost(loader), "data_sampler")
+    return isinstance(innermost(loader), DeepSpeedDataLoader)
 
 
 def reads_ahead(iterator: Any) -> bool:

@@ -66,7 +66,7 @@ def _kernel(
     """Return the kernel of a slice over the keys from ``first`` on; ``k`` and ``v`` may be its own part alone."""
     kernel = kernels.choose(q, k, v, mask, call)
     # cuDNN makes a plan for each shape, and the keys of a document have another number in every batch
-    return kernel if first or mask is not None else cudnn_attention.preferred(kernel, q, k, v, call, span.start)
+    return kernel if first else cudnn_attention.preferred(kernel, q, k, v, call, span.start)
 
 
 def cut_mask(mask: Tensor, span: Span, dtype: torch.dtype, where: str = "") -> Tensor:
