@@ -93,7 +93,7 @@ def test_an_op_that_has_no_code_for_the_device_is_pytorchs(monkeypatch, warnings
 
 @pytest.mark.parametrize(("tool", "message"), [("compiler", r"C\+\+ compiler"), ("pybind11_include", "pybind11")])
 def test_what_is_missing_is_named_in_one_warning(recipe, monkeypatch, warnings, tool, message):
-    monkeypatch.setattr(jit, tool, lambda: None)
+    monkeypatch.setattr(jit, tool, lambda: [] if tool == "compiler" else None)
     monkeypatch.setattr(CpuLambBuilder, "built_ahead", lambda self: False)
     with pytest.raises(jit.BuildError, match=message):
         jit.obtain(recipe)
