@@ -76,6 +76,11 @@ def layer(forward, **parts):
     return type("Layer", (nn.Module,), {"__init__": make, "forward": forward})
 
 
+# causal, over four tokens
+Convolution = layer(
+    lambda self, hidden: hidden + self.conv(F.pad(hidden.transpose(1, 2), (3, 0))).transpose(1, 2),
+    conv=lambda: nn.Conv1d(HIDDEN, HIDDEN, 4),
+)
 rotary_cache = lambda self, x: (setattr(self, "most", max(vars(self).get("most", 0), x.shape[1])), x * self.most)[1]  # noqa: E731
 Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden.mean(1))})
 # a gradient is changed in its backward pass
@@ -100,6 +105,7 @@ CHANGED = {
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
     "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),
+    "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
     "random": (with_middle(layer(lambda self, x: x + torch.randn_like(x))), OUTPUT + r".* random numbers or has a state; use"),
     "mean": (with_middle(MeanOverTokens), OUTPUT + "(, module 3,)? differs"),
     "in training": (with_middle(layer(lambda self, x: x + x.mean(1, True) * self.training)), OUTPUT + "(, module 3,)? differs"),
