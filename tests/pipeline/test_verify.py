@@ -354,3 +354,8 @@ def test_one_wrong_token_of_many_is_found(context):
     third = changing(64, lambda tokens: tokens + (torch.arange(tokens.shape[1]) == 3) * (tokens.shape[1] == 4))
     with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
         look(context, [third], torch.zeros(1, 64).long(), (60, 4))
+
+
+def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_is_refused():
+    for whole, sums, refused in ((3e-8, -2e-8, False), (2.0, 2.0001, False), (2.0, 2.01, True), (1e-3, 1.01e-3, True)):
+        assert (error_of(lambda a=whole, b=sums: first_batch._check_sums(a, b, torch.float32)) is not None) == refused
