@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .arguments import Initialize, by_name, configuration_of, replaced_configuration
 from .errors import ConfigError, nearest
 from .names import KEYS, SAME_LOSS, TYPES, is_on
 
@@ -24,10 +24,7 @@ OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
 # DeepSpeed's own nearest top-level key is "pipeline" (0.73 alike); a letter or two wrong is above 0.9. "FusedAdam" and
 # "FusedLamb" are 0.78 alike.
 ALIKE = 0.8
-IN_ARGS = ("deepscale_config", "deepspeed_config")  # names of a configuration in the argument ``args``
 TYPES_ALIKE = 0.85
-
-Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
 
 class Wanted(NamedTuple):
@@ -78,16 +75,16 @@ def wrap(original: Initialize) -> Initialize:
         if SAME_LOSS not in os.environ:
             return build(*args, **kwargs)
         recorded = importlib.import_module("ds_terapipe.same_loss").initialize
-        config, given = _configuration(original, args, kwargs), _by_name(original, args, kwargs)
+        config, given = configuration_of(original, args, kwargs), by_name(original, args, kwargs)
         built: tuple[Any, Any, Any, Any] = recorded(build, config, given)
         return built
 
     @functools.wraps(original)
     def build(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        config = _configuration(original, args, kwargs)
+        config = configuration_of(original, args, kwargs)
         if config is None:
             return original(*args, **kwargs)
-        given = _by_name(original, args, kwargs)
+        given = by_name(original, args, kwargs)
         wanted = _wanted(config, given)
         if not wanted.pipeline and hasattr(given.get("model"), "check_without_keys"):  # a pipeline of this package
             given["model"].check_without_keys()
@@ -97,54 +94,6 @@ def wrap(original: Initialize) -> Initialize:
 
     initialize.ds_terapipe_original = original  # type: ignore[attr-defined]
     return initialize
-
-
-def _configuration(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any] | None:
-    """The configuration as DeepSpeed would read it, or None for one that DeepSpeed has to complain about."""
-    try:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        config = given.get("config") if given.get("config") is not None else given.get("config_params")
-        for name in IN_ARGS:
-            named = getattr(given.get("args"), name, None)
-            if named is not None and config is not None:
-                return None
-            config = named if config is None else config
-        if isinstance(config, str):
-            # DeepSpeed's own reader: comments in the file, duplicate keys and base64 are its rules.
-            from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
-
-            config = load_ds_config(config)
-    except Exception:
-        return None
-    return config if isinstance(config, Mapping) else None
-
-
-@contextmanager
-def replaced_configuration(given: dict[str, Any], config: Mapping[str, Any]) -> Iterator[None]:
-    """Put a configuration where a call has its own: in its arguments ``given``, or in the object ``args`` for so long."""
-    named = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
-    if named is not None:
-        given[named] = config
-        yield
-        return
-    args = given["args"]
-    name = next(each for each in IN_ARGS if getattr(args, each, None) is not None)
-    own = getattr(args, name)
-    setattr(args, name, config)
-    try:
-        yield
-    finally:
-        setattr(args, name, own)
-
-
-def _by_name(original: Initialize, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the call by name, including another wrapper's ``**kwargs``."""
-    signature = inspect.signature(original)
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    return given
 
 
 def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:

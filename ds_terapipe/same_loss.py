@@ -9,9 +9,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from .arguments import replaced_configuration
 from .errors import ConfigError
 from .names import KEYS, SAME_LOSS, is_on
-from .register import replaced_configuration
 
 
 class Asked(NamedTuple):

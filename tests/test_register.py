@@ -35,7 +35,8 @@ def raised(call, *args, **kwargs):
         return type(error).__name__, str(error)
     return "nothing", ""
 
-HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in "autoload errors names register trainers version".split())]
+_LOADED = "arguments autoload errors names register trainers version"
+HOOK_MODULES = ["ds_terapipe", *(f"ds_terapipe.{name}" for name in _LOADED.split())]
 NEAR_MISS = "ConfigError", 'token_pipline: unknown key, must be spelt "token_pipeline", use "token_pipeline"'
 """
 ENGINES = LOOKS + """

@@ -13,10 +13,11 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor
 from torch.nn import Parameter
 
+from ds_terapipe.arguments import replaced_configuration
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
 from ds_terapipe.optim.lamb import FusedLamb
-from ds_terapipe.register import replaced_configuration, wrap
+from ds_terapipe.register import wrap
 
 NAN, INF, BIG = math.nan, math.inf, 10**400  # JSON has no limit
 BAD: dict[str, tuple[Any, ...]] = {
