@@ -1,6 +1,7 @@
 """The commands ``ds_terapipe plan`` and ``ds_terapipe simulate``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.result import Plan
-from ds_terapipe.schedule import NAMES, Op
+from ds_terapipe.schedule import NAMES, Op, Placement
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points
 
@@ -82,6 +83,14 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     assert sum(row["schedule"] == "interleaved" for row in turned) == 2 and turned[0]["bubble"] == alone["bubble"]["total"]
     assert simulated["slices"] == list(plan.slices) and simulated["bubble"] == pytest.approx(plan.bubble)
     assert [use["total"] for use in simulated["memory_bytes"]] == [use.total for use in plan.memory]
+    # embedding and two layers are frozen on the first of two places, a layer trains there, five on the second one
+    frozen = replace(plan, schedule="1f1b", order=None, memory=(), placement=Placement.of([0, 0, 1], [0, 3, 4, 11], 1))
+    frozen.save(target)
+    whole, part = (figures(capsys, "simulate", "--plan", target, *given) for given in (shape, ()))
+    layer, table = 12 * 1024**2, 1024 * 50304
+    assert [use["fixed"] for use in whole["memory_bytes"]] == [2 * (2 * layer + table) + 16 * layer, 16 * (5 * layer + table)]
+    busy = [place["busy_s"] for place in part["per_stage"]]  # of 3 on each of 4 micro-batches
+    assert busy == pytest.approx([4 * (3 - 3 / 4 * 2), 12])
 
 
 def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
@@ -94,7 +103,8 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert found["memory_limit_bytes"] == 4e9 and found["memory_bytes"][0]["fixed"] == 0
     assert all(length % 64 == 0 for length in found["slices"])
     other = ["--sequences", 4, "--micro-batches", 4, "--schedule", "terapipe", "--memory-gb", 5]
-    found = figures(capsys, *arguments, *other)
+    found = figures(capsys, *arguments, *other, "--tensor-parallel", 16, "--sequence-parallel", "--granularity", 24)
+    assert all(length % 16 == 0 for length in found["slices"])
     assert [found[name] for name in ("sequences", "micro_batches", "schedule", "memory_limit_bytes")] == [1, 4, "terapipe", 5e9]
     config = written(tmp_path / "v.json", {**sizes, "token_pipeline": {"slices": 4, "stages_per_place": 2, "placement": "v"}})
     found = [figures(capsys, command, "--ds-config", config, *arguments[3:]) for command in ("plan", "simulate")]
@@ -220,7 +230,10 @@ FILES = {
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
     ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
     ("simulate --schedule interleaved --stages 1", '--schedule: got "interleaved", must be another one on a single stage'),
-    ("plan --schedule interleaved --stages 3 --model {model}", '--schedule: got "2 stages on a place", must be a divisor of the'),
+    ("plan --schedule interleaved --stages 5 --model {model}", "--schedule: stages on a place: got 2, must be 1 for 8 layers in"),
+    ("plan --model {model} --stages 2 --sequence-parallel", "--sequence-parallel: got true, must be absent with one device"),
+    ("plan --model {model} --stages 2 --tensor-parallel 2 --sequence-parallel --seq-length 511", "2 devices that share the tokens"),
+    ("simulate --model {model} --stages 2 --tensor-parallel 2 --sequence-parallel --slices 511,1537", "--slices: got [511, 1537]"),
     ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
     ("simulate --trace {model}/x.json", "--trace: cannot write"),
 ])  # fmt: skip
@@ -233,6 +246,8 @@ def test_analytic_memory_of_the_standard_shape():
     # Korthikanti et al. 2022, table 2 without the scores: H (10 + 24 / T) bytes per token and layer
     shape = Model("m", 6, 512, 8, vocab_size=1000)
     for tensor in (1, 4):
+        shared = analytic_memory(shape, (4, 2), tensor, 3, token_shares=tensor).stages[0]  # section 4.2.2: H 34 / T
+        assert shared.activations == pytest.approx(3 * (4 * 34 + 2) * 512 / tensor) and shared.sent == 3 * 2 * 512 / tensor
         first, last = analytic_memory(shape, (4, 2), tensor, sequences=3).stages
         layers = first.activations - 3 * 2 * 512  # without outputs
         assert layers == pytest.approx(3 * 4 * 512 * (10 + 24 / tensor))

@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     needed = gigabytes(outcome.uses[fullest].total)
     if needed > cluster.memory_gb:
         raise ConfigError(
-            f"stage {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
+            f"{outcome.row} {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
         )
 
 
