@@ -222,6 +222,7 @@ def test_hugging_face_folder_without_weights(tmp_path, capsys):
 ERRORS: dict[str, tuple[int, dict[str, Any], str]] = {
     "a value": (2, (block := {"token_pipeline": {"slices": -3}}), raised(lambda: parse(block)).removeprefix("ConfigError: ")),
     "a key of DeepSpeed's": (2, {"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1"),
+    "a plan": (2, {"token_pipeline": {"plan_path": "no.json"}}, "token_pipeline.plan_path: no.json: cannot be read"),
     "a world": (3, {}, "num_stages (2) must divide distributed world size (3)"),
     "slices": (2, {"token_pipeline": {"slices": [40, 4]}}, "add up to 44 tokens, must add up to the sequence length 48"),
 }

@@ -208,7 +208,7 @@ def test_verdicts_follow_the_figures(capsys, model):
 FILES = {
     "cut": {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9},
     "grouped": {**MODEL, "hidden_size": 768, "num_attention_heads": 12, "num_query_groups": 4},
-    "half": '{"train_micro_batch_size_per_gpu": 1', "block": {"token_pipeline": {"slices": -3}},
+    "half": '{"train_micro_batch_size_per_gpu": 1', "block": {"token_pipeline": {"slices": -3}}, "near": {"token_pipline": {}},
     "sizes": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
 }  # fmt: skip
 
@@ -218,6 +218,8 @@ FILES = {
     ("plan --stages 2 --model {model} --ds-config {half}", "half.json: is no JSON"),
     ("plan --stages 2 --model {model} --ds-config {block}", "block.json: token_pipeline.slices: got -3"),
     ("plan --stages 2 --model {model} --ds-config {sizes}", "sizes.json: train_batch_size: got 7, must be micro-batch"),
+    ("plan --stages 2 --model {model} --ds-config {near}", 'near.json: token_pipline: unknown key, must be spelt "token_pip'),
+    ("check --world 2 --model {model}", "--ds-config: missing, must be there beside --model"),
     ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
     ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),

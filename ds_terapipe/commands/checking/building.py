@@ -10,7 +10,7 @@ from unittest import mock
 
 from torch._subclasses import fake_tensor
 
-from ds_terapipe.commands.checking.placing import place_layers
+from ds_terapipe.commands.checking.placing import Alone, place_layers
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import bad_value
 
@@ -81,6 +81,7 @@ def stopping(config_path: str | None) -> Iterator[None]:
             (pipeline, "TokenPipelineEngine", CheckedEngine),
             (elastic, "ElasticPipelineEngine", CheckedEngine),
             (start, "place_stages", place_layers),
+            (start, "Consensus", Alone),
             (deepspeed, "PipelineEngine", PlainEngine),
             (deepspeed, "DeepSpeedEngine", _no_pipeline),
             (deepspeed, "initialize", _configured(deepspeed.initialize, config_path)),

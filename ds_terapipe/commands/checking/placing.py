@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,19 +25,36 @@ from ds_terapipe.model_chunks import ModelChunks, entries_on
 _CPU = torch.device("cpu")
 
 
+class Alone:
+    """`Consensus` of a rank that is checked: it decides, and gathers what is its own."""
+
+    group = None
+
+    def __init__(self, watchdog: Any = None) -> None:
+        pass
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        """Return this rank's decision."""
+        return decision()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return this rank's value."""
+        return [value]
+
+
 def place_layers(arguments: dict[str, Any], settings: TokenPipelineConfig, watchdog: Any) -> None:
     """Stand in for `start.place_stages`, whose layers come from other ranks; arguments as there.
 
     Weights of other ranks have groups that are not known here: they are in the optimizer's first one.
     """
-    model, alone = arguments["model"], SimpleNamespace(gather=lambda mine: [mine])
+    model = arguments["model"]
     check_placeable(model, settings.stages_per_place)
     places = places_of(model.num_stages, settings)
     parts = parts_for(model, len(places), lambda: _sizes(model))
     optimizer = optimizer_of(arguments)
     known = numbers(optimizer)
     group_of = {name: known[id(p)] for name, p in model.named_parameters() if id(p) in known}
-    dtype = dtype_of(model, alone)  # type: ignore[arg-type]
+    dtype = dtype_of(model, Alone())  # type: ignore[arg-type]
     layers = layers_for(model, entries_on(model.stage_id, parts, places), _CPU, dtype)
     reassemble(model, model._topo, parts, places, layers)
     trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)

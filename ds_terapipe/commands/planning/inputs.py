@@ -245,9 +245,11 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
     data = read_json(path, "a DeepSpeed configuration")
     # Takes DeepSpeed with it, which takes seconds.
     from ds_terapipe.config import TOKEN_PIPELINE, parse
+    from ds_terapipe.register import check_spelling
 
     block = data.value(TOKEN_PIPELINE)
     with named(path):
+        check_spelling(data.names)
         return data, None if block is None else parse({TOKEN_PIPELINE: block})
 
 
