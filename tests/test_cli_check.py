@@ -104,8 +104,8 @@ def measure(rank: int, world: int) -> dict[str, float]:
         config = {key: value for key, value in keys.items() if key not in ("optimizer", "token_pipeline")}
         optimizer, micro_batches = keys.get("optimizer", ADAMW), keys.get("gradient_accumulation_steps", MICRO_BATCHES)
         engine = build_engine(
-            gpt(4), mean_loss, token_pipeline=keys.get("token_pipeline", CUT), micro_batches=micro_batches, batch=BATCH, config=config,
-            optimizer=optimizer, module={"seed_layers": False},
+            gpt(4), mean_loss, token_pipeline=keys.get("token_pipeline", CUT), micro_batches=micro_batches, batch=BATCH,
+            config=config, optimizer=optimizer, module={"seed_layers": False},
         )  # fmt: skip
         memory = engine._memory
         memory._peak = Counted() if engine.device.type == "cpu" else memory._peak
@@ -123,9 +123,10 @@ def measure(rank: int, world: int) -> dict[str, float]:
 ranks = launched(measure, 2, timeout=300)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("fp32", "bf16, ZeRO-1", "two stages a place") else [pytest.mark.full]) for name in LAUNCHES]
-)
+FULL = ("bf16", "recomputed", "FusedLamb")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in FULL)) for name in LAUNCHES])
 def test_a_launch_takes_what_was_checked(name, ranks, own, capsys):
     checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", own, json.dumps(settings(**LAUNCHES[name])))
     for stage, there in zip(checked, (of_rank[name] for of_rank in ranks), strict=True):

@@ -111,14 +111,12 @@ def test_what_does_not_fit_is_not_taken(capsys, model):
 
 
 def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
-    def config(memory_gb):
-        block = {"resize": {"policy": "measured", "memory_gb": memory_gb}}
-        given = {"train_micro_batch_size_per_gpu": 1, "elastic_pipeline": block}
-        return [*model, "--ds-config", written(tmp_path / "config.json", given), "--stages", 2, "--frozen", 3]
-
-    assert figures(capsys, *config(1.9))["memory_limit_bytes"] == 1.9e9
-    assert figures(capsys, *config(1.9), "--memory-gb", 3)["memory_limit_bytes"] == 3e9
-    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *config(-1))
+    arguments = [*model, "--ds-config", tmp_path / "config.json", "--stages", 2, "--frozen", 3]
+    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": 1.9}}})
+    assert figures(capsys, *arguments)["memory_limit_bytes"] == 1.9e9
+    assert figures(capsys, *arguments, "--memory-gb", 3)["memory_limit_bytes"] == 3e9
+    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": -1}}})
+    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *arguments)
 
 
 @pytest.mark.parametrize(("change", "arguments", "message"), [
