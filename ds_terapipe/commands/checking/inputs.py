@@ -31,14 +31,14 @@ class StagePart(NamedTuple):
 
     Attributes:
         number: of the stage in the model.
-        index: of the stage on its place.
+        turn: how many stages of its place come before it.
         first: number of its first layer.
         functions: its layers.
         is_last: whether it is the model's last stage.
     """
 
     number: int
-    index: int
+    turn: int
     first: int
     functions: list[Any]
     is_last: bool

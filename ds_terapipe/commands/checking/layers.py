@@ -55,7 +55,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
     return Report(
         stage=part.number, places=chunks.places, tensor=sizes["model"], replicas=sizes["data"],
         parts=chunks.parts, layers=tuple(map(_name, part.functions)),
-        parameters=sum(parameter.numel() for parameter in module.parameters()), part=parts_of(module)[part.index],
+        parameters=sum(parameter.numel() for parameter in module.parameters()), part=parts_of(module)[part.turn],
         kept=kept or computed_kept(module, built.config, sizes["data"]), by_rule=kept is None, counted=counted,
         notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,

@@ -193,7 +193,9 @@ def load_model(name_or_path: str) -> Model:
     counts = {field.name for field in dataclasses.fields(Model)} - {"name", *flags}
     fields.only({"name", *counts, *flags})
     needed = {"num_layers", "hidden_size", "num_attention_heads"}
-    found = {key: fields.count(key) for key in sorted(counts) if key in needed or fields.value(key) is not None}
+    found: dict[str, Any] = {
+        key: fields.count(key) for key in sorted(counts) if key in needed or fields.value(key) is not None
+    }
     heads, groups = found["num_attention_heads"], found.get("num_query_groups", 1)
     if found["hidden_size"] % heads and "kv_channels" not in found:
         raise fields.fail("num_attention_heads", f"a divisor of hidden_size ({found['hidden_size']})", "kv_channels")
