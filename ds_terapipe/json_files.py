@@ -57,6 +57,11 @@ class Fields:
         found: float = self._checked(name, lambda value: is_number(value) and value, "a positive number", "e.g. 8")
         return found
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all fields."""
+        return list(self._data)
+
     def count(self, name: str, use: str = "e.g. 1") -> int:
         """A whole number of at least 1."""
         return int(self._checked(name, is_count, "a positive integer", use))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -96,11 +96,16 @@ def wrap(original: Initialize) -> Initialize:
     return initialize
 
 
-def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
-    for key in config:
+def check_spelling(keys: Iterable[Any]) -> None:
+    """Raise ConfigError for a key of a configuration that is nearly one of ours."""
+    for key in keys:
         near = nearest(key, KEYS, ALIKE) if isinstance(key, str) and key not in KEYS else None
         if near:
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
+
+
+def _wanted(config: Mapping[str, Any], given: Mapping[str, Any]) -> Wanted:
+    check_spelling(config)
     return Wanted(
         pipeline=any(is_on(config, key) for key in KEYS),
         optimizer=_names_ours(config, "optimizer", OPTIMIZERS, _deepspeeds_optimizer, given.get("optimizer")),

@@ -58,8 +58,8 @@ def test_measured_layers_by_hand(capsys, measured):
     assert table["launched"]["predicted_step_s"] == pytest.approx((15 + 15 * 9) / 4 + 0.5)
 
 
-@pytest.mark.parametrize("node", [2, 4])  # the replicas of a stage are on several, or on one
-def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys, node):
+@pytest.mark.parametrize(("node", "each"), [(2, 1), (4, 1), (4, 2)])  # the replicas of a stage are on several, or on one
+def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys, node, each):
     """Predictions agree with the simulator where messages are free: times of layers, gradients, optimiser."""
     names = ("peak_tflops", "memory_gb", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s")
     rates = {"latency_s": 1e-15, "message_bytes_per_s": 1e30}
@@ -67,16 +67,19 @@ def test_the_launch_is_as_a_plan_has_it(tmp_path, capsys, node):
     cluster = written(tmp_path / "cluster.json", {**sizes, "devices_per_node": node, "rates": rates})
     model = written(tmp_path / "layers.json", {"num_layers": 8, "hidden_size": 512, "num_attention_heads": 8})
     shape = ["--model", model, "--cluster", cluster, "--stages", 2, "--data-parallel", 4, "--seq-length", 256]
-    simulated = figures(capsys, "simulate", *shape, "--micro-batches", 4, "--slices", 1, "--schedule", "1f1b")
-    config = written(tmp_path / "ds_config.json", SIZES)
+    block = {"token_pipeline": {"slices": 1, "stages_per_place": each}}
+    config = written(tmp_path / "ds_config.json", {**SIZES, **block})
+    simulated = figures(capsys, "simulate", *shape, "--ds-config", config)
     (table,) = figures(capsys, "plan", *shape, "--ds-config", config, "--frozen", 2)["frozen"]
-    assert shape_of(table["launched"]) == [2, 4, 1, 4, [4, 4]]
+    assert shape_of(table["launched"]) == [2, 4, 1, 4, [4 // each] * 2 * each]
     assert table["launched"]["predicted_step_s"] == pytest.approx(simulated["predicted_step_s"], rel=1e-9)
     assert [(row["stages"], row["replicas"]) for row in table["shapes"]] == [(1, 8), (2, 4), (4, 2), (8, 1)]
 
 
-def test_bytes_of_the_models_entries(capsys, model, tmp_path):
+@pytest.mark.parametrize("own", [True, False])  # a head with a table of its own, or the embedding's, which is frozen
+def test_bytes_of_the_models_entries(capsys, model, tmp_path, own):
     """16 bytes of a trained weight, 2 of a frozen one; activations of live micro-batches of layers that train."""
+    model[2] = written(tmp_path / "model.json", {**MODEL, "untie_embeddings_and_output_weights": own})
     vocabulary, layer, hidden, tokens = 1024 * 50304, 12 * 1024**2, 1024, 512
     kept, logits = 34 * hidden * tokens, 6 * 50304 * tokens
     weights = vocabulary + 4 * layer  # of either half
@@ -91,7 +94,8 @@ def test_bytes_of_the_models_entries(capsys, model, tmp_path):
         activations = max(8 * kept_half, 4 * kept_half + logits / 2)
         assert halves["launched"]["peak_bytes"] == 16 * weights / 2 + activations
         each = 4 + 12 / shards  # of two replicas, which share the optimiser where there is ZeRO
-        assert table["shapes"][0]["peak_bytes"] == (2 + each) * weights + 4 * kept + logits
+        head = 0 if own else vocabulary
+        assert table["shapes"][0]["peak_bytes"] == (2 + each) * weights - each * head + 4 * kept + logits
 
 
 def test_what_does_not_fit_is_not_taken(capsys, model):
@@ -107,14 +111,12 @@ def test_what_does_not_fit_is_not_taken(capsys, model):
 
 
 def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
-    def config(memory_gb):
-        block = {"resize": {"policy": "measured", "memory_gb": memory_gb}}
-        given = {"train_micro_batch_size_per_gpu": 1, "elastic_pipeline": block}
-        return [*model, "--ds-config", written(tmp_path / "config.json", given), "--stages", 2, "--frozen", 3]
-
-    assert figures(capsys, *config(1.9))["memory_limit_bytes"] == 1.9e9
-    assert figures(capsys, *config(1.9), "--memory-gb", 3)["memory_limit_bytes"] == 3e9
-    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *config(-1))
+    arguments = [*model, "--ds-config", tmp_path / "config.json", "--stages", 2, "--frozen", 3]
+    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": 1.9}}})
+    assert figures(capsys, *arguments)["memory_limit_bytes"] == 1.9e9
+    assert figures(capsys, *arguments, "--memory-gb", 3)["memory_limit_bytes"] == 3e9
+    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": -1}}})
+    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *arguments)
 
 
 @pytest.mark.parametrize(("change", "arguments", "message"), [

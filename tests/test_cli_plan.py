@@ -1,6 +1,7 @@
 """The commands ``ds_terapipe plan`` and ``ds_terapipe simulate``."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ from ds_terapipe.plan.costs.cost import MeasuredCost, Sample, StageCost
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.plan.costs.memory import MemoryModel, StageMemory
 from ds_terapipe.plan.result import Plan
-from ds_terapipe.schedule import NAMES, Op
+from ds_terapipe.schedule import NAMES, Op, Placement
 from ds_terapipe.tracing.chrome import read
 from tests.plan.costs import ExampleCost, sample_points
 
@@ -82,6 +83,13 @@ def test_a_plan_is_printed_written_and_simulated_alike(tmp_path, capsys, model):
     assert sum(row["schedule"] == "interleaved" for row in turned) == 2 and turned[0]["bubble"] == alone["bubble"]["total"]
     assert simulated["slices"] == list(plan.slices) and simulated["bubble"] == pytest.approx(plan.bubble)
     assert [use["total"] for use in simulated["memory_bytes"]] == [use.total for use in plan.memory]
+    # embedding and two layers are frozen on the first of two places, a layer trains there, five on the second one
+    placement, layer, table = Placement.of([0, 0, 1], [0, 3, 4, 11], 1), 12 * 1024**2, 1024 * 50304
+    replace(plan, schedule="1f1b", order=None, memory=(), placement=placement).save(target)
+    fixed = [use["fixed"] for use in figures(capsys, "simulate", "--plan", target, *shape)["memory_bytes"]]
+    assert fixed == [2 * (2 * layer + table) + 16 * layer, 16 * (5 * layer + table)]
+    busy = [place["busy_s"] for place in figures(capsys, "simulate", "--plan", target)["per_stage"]]
+    assert busy == pytest.approx([4 * (3 - 3 / 4 * 2), 12])  # of 3 on each of 4 micro-batches
 
 
 def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
@@ -94,7 +102,8 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert found["memory_limit_bytes"] == 4e9 and found["memory_bytes"][0]["fixed"] == 0
     assert all(length % 64 == 0 for length in found["slices"])
     other = ["--sequences", 4, "--micro-batches", 4, "--schedule", "terapipe", "--memory-gb", 5]
-    found = figures(capsys, *arguments, *other)
+    found = figures(capsys, *arguments, *other, "--tensor-parallel", 16, "--sequence-parallel", "--granularity", 24)
+    assert all(length % 16 == 0 for length in found["slices"])
     assert [found[name] for name in ("sequences", "micro_batches", "schedule", "memory_limit_bytes")] == [1, 4, "terapipe", 5e9]
     config = written(tmp_path / "v.json", {**sizes, "token_pipeline": {"slices": 4, "stages_per_place": 2, "placement": "v"}})
     found = [figures(capsys, command, "--ds-config", config, *arguments[3:]) for command in ("plan", "simulate")]
@@ -196,9 +205,8 @@ def test_verdicts_follow_the_figures(capsys, model):
 
 
 FILES = {
-    "cut": {"format": "ds_terapipe plan 1", "slices": [4, 4], "seq_length": 9},
     "grouped": {**MODEL, "hidden_size": 768, "num_attention_heads": 12, "num_query_groups": 4},
-    "half": '{"train_micro_batch_size_per_gpu": 1', "block": {"token_pipeline": {"slices": -3}},
+    "half": '{"train_micro_batch_size_per_gpu": 1', "block": {"token_pipeline": {"slices": -3}}, "near": {"token_pipline": {}},
     "sizes": {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
 }  # fmt: skip
 
@@ -208,19 +216,21 @@ FILES = {
     ("plan --stages 2 --model {model} --ds-config {half}", "half.json: is no JSON"),
     ("plan --stages 2 --model {model} --ds-config {block}", "block.json: token_pipeline.slices: got -3"),
     ("plan --stages 2 --model {model} --ds-config {sizes}", "sizes.json: train_batch_size: got 7, must be micro-batch"),
+    ("plan --stages 2 --model {model} --ds-config {near}", 'near.json: token_pipline: unknown key, must be spelt "token_pip'),
+    ("check --world 2 --model {model}", "--ds-config: missing, must be there beside --model"),
     ("plan --model {model} --stages 9", "--stages: got 9, must be at most the model's layers, 8"),
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
     ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),
-    ("plan --model {model} --cluster {model} --stages 2", "model.json: num_layers: got 8"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
     ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
     ("plan --model {grouped} --stages 2 --tensor-parallel 6", "got 6, must be a divisor of the model's 12 attention"),
-    ("plan --measured {model}", "model.json: format: got null"),
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
-    ("simulate --plan {cut}", "cut.json: slices: got [4, 4], must be lengths that add up to seq_length, 9"),
     ("simulate --schedule interleaved --stages 1", '--schedule: got "interleaved", must be another one on a single stage'),
-    ("plan --schedule interleaved --stages 3 --model {model}", '--schedule: got "2 stages on a place", must be a divisor of the'),
+    ("plan --schedule interleaved --stages 5 --model {model}", "--schedule: stages on a place: got 2, must be 1 for 8 layers in"),
+    ("plan --model {model} --stages 2 --sequence-parallel", "--sequence-parallel: got true, must be absent with one device"),
+    ("plan --model {model} --stages 2 --tensor-parallel 2 --sequence-parallel --seq-length 511", "2 devices that share the"),
+    ("simulate --model {model} --stages 2 --tensor-parallel 2 --sequence-parallel --slices 3,2045", "--slices: got [3, 2045]"),
     ("simulate --slices 1,x", "must be a number of equal slices, or lengths"),
     ("simulate --trace {model}/x.json", "--trace: cannot write"),
 ])  # fmt: skip
@@ -233,6 +243,8 @@ def test_analytic_memory_of_the_standard_shape():
     # Korthikanti et al. 2022, table 2 without the scores: H (10 + 24 / T) bytes per token and layer
     shape = Model("m", 6, 512, 8, vocab_size=1000)
     for tensor in (1, 4):
+        shared = analytic_memory(shape, (4, 2), tensor, 3, token_shares=tensor).stages[0]  # section 4.2.2: H 34 / T
+        assert shared.activations == pytest.approx(3 * (4 * 34 + 2) * 512 / tensor) and shared.sent == 3 * 2 * 512 / tensor
         first, last = analytic_memory(shape, (4, 2), tensor, sequences=3).stages
         layers = first.activations - 3 * 2 * 512  # without outputs
         assert layers == pytest.approx(3 * 4 * 512 * (10 + 24 / tensor))

@@ -52,7 +52,9 @@ def run(options: argparse.Namespace) -> None:
     check_positive(options, ("world", "seq_length", "stages", "tensor_parallel"))
     if bool(options.script) == bool(options.model):
         got = None if options.model is None else [options.model, *options.script[:1]]
-        raise bad_value("check", got, "told one of a script and a model", "-- train.py and its arguments, or --model")
+        raise bad_value("check", got, "either a script or --model", "-- train.py and its arguments, or --model")
+    if options.model and not options.ds_config:
+        raise ConfigError("--ds-config: missing, must be there beside --model, use a DeepSpeed configuration")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # DeepSpeed comes with them, which takes seconds
     from ds_terapipe.commands.checking.planned import outcome_of
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     needed = gigabytes(outcome.uses[fullest].total)
     if needed > cluster.memory_gb:
         raise ConfigError(
-            f"stage {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
+            f"{outcome.row} {fullest} takes {needed:.3g} GB, a device of {cluster.name} has {cluster.memory_gb:g}"
         )
 
 

@@ -85,7 +85,7 @@ def _stage_advice(inputs: Inputs, found: Plan) -> tuple[list[str], dict[str, Any
         other = placed(replace(inputs, source=layout), found.placement)
         if other is not None and other.request.fits(found.runs, found.slices):
             times = other.request.times(other.cost)
-            step_s = times.seconds(found.runs, found.slices) + layout.overhead_s
+            step_s = times.seconds(found.runs, found.slices) + other.request.overhead_s
         gained = 1 - step_s / found.step_s
         advice = (
             f"--stage-layers {best.text} in place of {present.text}: step {seconds_text(step_s)} in place of "

@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> None:
     if lengths is not None and options.seq_length is None:
         options.seq_length = sum(lengths)
     inputs = read_placed(options, unit_costs=True, plan=given)
-    slices = given.slices if given else named_lengths(inputs, options.slices)
+    multiple = inputs.request.multiple
+    slices = _shared("--plan", given.slices, multiple) if given else named_lengths(inputs, options.slices)
     if options.compare:
         lines, data, panels = compare(inputs, slices, options.search)
     else:
@@ -99,14 +100,14 @@ def slice_lengths(text: str, seq_length: int | None) -> tuple[int, ...] | None:
 
 def named_lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
     """The slices that the argument or the configuration names; None where they are to be chosen."""
-    total = inputs.request.seq_length
+    total, multiple = inputs.request.seq_length, inputs.request.multiple
     if text is not None:
         found = slice_lengths(text, total)
-        return found if found is not None else _equal("--slices", total, int(text))
+        return _equal("--slices", total, int(text), multiple) if found is None else _shared("--slices", found, multiple)
     if inputs.slices == AUTO:
         return _equal("--seq-length", total, min(_UNIT_SLICES, total)) if inputs.units else None
     if isinstance(inputs.slices, int):
-        return _equal("token_pipeline.slices", total, inputs.slices)
+        return _equal("token_pipeline.slices", total, inputs.slices, multiple)
     if sum(inputs.slices) != total:  # type: ignore[arg-type]
         raise bad_value(
             "token_pipeline.slices",
@@ -114,13 +115,22 @@ def named_lengths(inputs: Inputs, text: str | None) -> tuple[int, ...] | None:
             f"lengths that add up to the sequence, {total} tokens",
             "--seq-length",
         )
-    return tuple(inputs.slices)  # type: ignore[arg-type]
+    return _shared("token_pipeline.slices", tuple(inputs.slices), multiple)  # type: ignore[arg-type]
 
 
-def _equal(key: str, total: int, count: int) -> tuple[int, ...]:
-    if count > total:
-        raise bad_value(key, count, f"at most the tokens of a sequence, {total}", str(min(8, total)))
-    return even(total, count)
+def _equal(key: str, total: int, count: int, multiple: int = 1) -> tuple[int, ...]:
+    most = total // multiple
+    if count > most:
+        shared = f" / {multiple} devices that share them" if multiple > 1 else ""
+        raise bad_value(key, count, f"at most the tokens of a sequence, {total}{shared}", str(min(8, most)))
+    return tuple(multiple * length for length in even(most, count))
+
+
+def _shared(key: str, lengths: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    if any(length % multiple for length in lengths):
+        rule = f"multiples of the {multiple} devices that share the tokens (sequence parallelism)"
+        raise bad_value(key, list(lengths), rule, str(len(lengths)))
+    return lengths
 
 
 def _chosen(

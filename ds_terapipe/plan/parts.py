@@ -1,4 +1,4 @@
-"""Several stages on each place, each an equal part of a stage that is known as a whole: costs, memory, and advice."""
+"""Several stages on a place, each a part of a stage that is known as a whole: costs, memory, and advice."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _DIVIDED = ("activations", "keys_values", "key_value_gradients", "weight_gradien
 
 
 class Parts:
-    """A `Cost` of virtual stages, each a part of a stage whose layers are not known."""
+    """A `Cost` of virtual stages, each a part of a stage: its share of the layers on its place."""
 
     def __init__(self, whole: Cost, placement: Placement) -> None:
         self._whole, self._placement = whole, placement
-        self._share = placement.places / len(placement.stages)
+        self._shares = _shares(placement)
         self.sequences, self.max_length = whole.sequences, whole.max_length
 
     def forward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.forward(self._placement.place_of(stage), length, context) * self._share
+        return self._whole.forward(self._placement.place_of(stage), length, context) * self._shares[stage]
 
     def backward(self, stage: int, length: Tokens, context: Tokens) -> Tokens:
-        return self._whole.backward(self._placement.place_of(stage), length, context) * self._share
+        return self._whole.backward(self._placement.place_of(stage), length, context) * self._shares[stage]
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
-        return self._whole.weights(self._placement.place_of(stage), length) * self._share
+        return self._whole.weights(self._placement.place_of(stage), length) * self._shares[stage]
 
     def message(self, boundary: int, length: Tokens) -> Tokens:
         # between the last device and the first nothing was measured: the boundary at the first one stands for it
@@ -40,12 +40,12 @@ class Parts:
 
 def memory_of_parts(whole: MemoryModel, placement: Placement) -> MemoryModel:
     """Return the memory of such stages; each boundary has the largest message of all."""
-    share, last = placement.places / len(placement.stages), len(placement.stages) - 1
+    shares, last = _shares(placement), len(placement.stages) - 1
     received, sent = (max(getattr(stage, name) for stage in whole.stages) for name in ("received", "sent"))
     stages = []
     for number, where in enumerate(placement.stages):
         stage = whole.stages[where.place]
-        divided = {name: share * getattr(stage, name) for name in _DIVIDED}
+        divided = {name: shares[number] * getattr(stage, name) for name in _DIVIDED}
         ends = {
             "received": received * (number > 0),
             "sent": sent * (number < last),
@@ -53,6 +53,14 @@ def memory_of_parts(whole: MemoryModel, placement: Placement) -> MemoryModel:
         }
         stages.append(replace(stage, **divided, **ends))
     return replace(whole, stages=tuple(stages))
+
+
+def _shares(placement: Placement) -> list[float]:
+    sizes = [stop - first for _, first, stop in placement.stages]
+    return [
+        size / sum(sizes[each] for each in placement.stages_on(stage.place))
+        for size, stage in zip(sizes, placement.stages, strict=True)
+    ]
 
 
 def advice_on_two_stages(cost: Cost, request: Request, plan: Plan) -> str:

@@ -10,6 +10,7 @@ from unittest import mock
 
 from torch._subclasses import fake_tensor
 
+from ds_terapipe.commands.checking.placing import Alone, place_layers
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import bad_value
 
@@ -79,7 +80,8 @@ def stopping(config_path: str | None) -> Iterator[None]:
         for holder, name, value in (
             (pipeline, "TokenPipelineEngine", CheckedEngine),
             (elastic, "ElasticPipelineEngine", CheckedEngine),
-            (start, "place_stages", _unplaced),
+            (start, "place_stages", place_layers),
+            (start, "Consensus", Alone),
             (deepspeed, "PipelineEngine", PlainEngine),
             (deepspeed, "DeepSpeedEngine", _no_pipeline),
             (deepspeed, "initialize", _configured(deepspeed.initialize, config_path)),
@@ -103,11 +105,6 @@ def _build(
 def _no_pipeline(*args: Any, **kwargs: Any) -> Any:
     name = type(kwargs.get("model")).__name__
     raise bad_value("check", name, "a PipelineModule, whose stages are counted", "deepspeed.pipe.PipelineModule")
-
-
-def _unplaced(arguments: Any, settings: TokenPipelineConfig, watchdog: Any) -> None:
-    rule = "1 in a check, which counts one stage on each place"
-    raise bad_value("token_pipeline.stages_per_place", settings.stages_per_place, rule, "1")
 
 
 def _configured(initialize: Callable[..., Any], path: str | None) -> Callable[..., Any]:

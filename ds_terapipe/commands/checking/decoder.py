@@ -32,7 +32,8 @@ def main(name: str, stages: int, tensor: int, tokens: int) -> None:
     )
     deepspeed.init_distributed()
     rows = -(-(sizes.vocab_size or VOCABULARY) // tensor) * tensor
-    model = gpt_pipeline(config, vocab_size=rows, seq_length=tokens, num_stages=stages)
+    tied = not sizes.untie_embeddings_and_output_weights
+    model = gpt_pipeline(config, vocab_size=rows, seq_length=tokens, num_stages=stages, tied=tied)
     deepspeed.initialize(model=model, model_parameters=list(model.parameters()))
 
 

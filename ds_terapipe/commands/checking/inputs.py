@@ -26,15 +26,45 @@ class Sample(NamedTuple):
     length: int
 
 
+class StagePart(NamedTuple):
+    """A stage of a module that is on this rank.
+
+    Attributes:
+        number: of the stage in the model.
+        turn: how many stages of its place come before it.
+        first: number of its first layer.
+        functions: its layers.
+        is_last: whether it is the model's last stage.
+    """
+
+    number: int
+    turn: int
+    first: int
+    functions: list[Any]
+    is_last: bool
+
+    @classmethod
+    def of(cls, module: Any, number: int) -> StagePart:
+        """Return the stage of this number."""
+        chunks = ModelChunks(module)
+        index = chunks.places[:number].count(module.stage_id)
+        entries, functions = chunks.ranges[index], chunks.functions
+        here = [functions[entry] for entry in entries]
+        return cls(number, index, entries.start, here, number == len(chunks.places) - 1)
+
+
 class NoSample(Exception):
     """No micro-batch could be made; the text says what is missing."""
 
 
-def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: Any, ranks: int = 1) -> Sample:
-    """Return a micro-batch for the stage of an engine.
+def sample_of(
+    engine: Any, part: StagePart, length: int | None, before: Boundary | None, mode: Any, ranks: int = 1
+) -> Sample:
+    """Return a micro-batch for a stage of an engine.
 
     Args:
         engine: an engine on fake tensors.
+        part: the stage.
         length: tokens of a sequence; None: the dataset's, or the rows of a table of learned positions.
         before: the boundary to the stage before; None for the first one.
         mode: the mode of the fake tensors.
@@ -43,7 +73,7 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
     Raises:
         NoSample: no length is known, or no form fits.
     """
-    module, first = engine.module, engine.stage_id == 0
+    module, first = engine.module, part.number == 0
     if before is None and not first:
         raise NoSample("the stage before could not be run")
     if getattr(engine, "training_dataloader", None) is not None:
@@ -51,7 +81,7 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
     length = length or _table_rows(module)
     if length is None:
         raise NoSample("the sequence length is not known, use --seq-length")
-    batch, layers = engine.train_micro_batch_size_per_gpu(), ModelChunks(module).functions
+    batch, layers = engine.train_micro_batch_size_per_gpu(), part.functions
     with mode, torch.no_grad():
         inputs: Any = _tokens(batch, length)
         labels: Any = _tokens(batch, length)
@@ -64,9 +94,9 @@ def sample_of(engine: Any, length: int | None, before: Boundary | None, mode: An
                     raise ValueError(f"outputs of shape {list(shape)} for [{batch}, {length}] tokens")
 
             inputs = _first_that(_inputs(module, batch, length), runs, "the first layer")
-        if engine.stage_id == engine.num_stages - 1 and module.loss_fn is not None:
+        if part.is_last and module.loss_fn is not None:
             value = inputs if before is None else before.tensors(Span(0, length, length))
-            for layer in layers.values():
+            for layer in layers:
                 value = layer(value)
             forms = _labels(batch, length, value)
             labels = _first_that(forms, lambda labels: module.loss_fn(value, labels), "the loss_fn")

@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_terapipe.commands.checking.building import UNFAKED, Built
 from ds_terapipe.commands.checking.bytes import allocate_state, computed_kept, kept_by
-from ds_terapipe.commands.checking.inputs import NoSample, sample_of
+from ds_terapipe.commands.checking.inputs import NoSample, StagePart, sample_of
 from ds_terapipe.commands.checking.rank import Report, Signature, Task
 from ds_terapipe.commands.checking.stage import StageRun
 from ds_terapipe.errors import ConfigError, one_line
@@ -29,7 +29,7 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
     """
     engine, module = built.engine, built.module
     notes = [built.why] if built.why else []
-    topology = module._topo
+    topology, part = module._topo, StagePart.of(module, task.stage)
     sizes = {axis: max(1, topology.get_dim(axis)) for axis in ("pipe", "data", "model")}
     kept, counted, length = None, None, task.length
     shares = shares_of(module, lambda divided: [divided])
@@ -41,10 +41,10 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
         except UNFAKED as problem:
             notes.append(f"the optimiser reads values ({problem})")
         try:
-            sample = sample_of(engine, length, task.before, mode, multiple)
+            sample = sample_of(engine, part, length, task.before, mode, multiple)
             length = sample.length
             cut = built.cut and cuts(configured_slices(built.settings, engine.num_stages))
-            counted = StageRun(engine, built.settings, task.before, sample, mode).count(cut)
+            counted = StageRun(engine, part, built.settings, task.before, sample, mode).count(cut)
         except NoSample as problem:
             notes.append(f"activations: {problem}")
         except Exception as problem:  # a layer that fake tensors cannot run
@@ -53,15 +53,15 @@ def report_of(built: Built, task: Task, mode: Any) -> Report:
             notes.append(f"activations: {one_line(problem)}")
     chunks = ModelChunks(module)
     return Report(
-        stage=module.stage_id, stages=sizes["pipe"], tensor=sizes["model"], replicas=sizes["data"],
-        parts=chunks.parts, layers=tuple(map(_name, chunks.functions.values())),
-        parameters=sum(parameter.numel() for parameter in module.parameters()), part=parts_of(module)[0],
+        stage=part.number, places=chunks.places, tensor=sizes["model"], replicas=sizes["data"],
+        parts=chunks.parts, layers=tuple(map(_name, part.functions)),
+        parameters=sum(parameter.numel() for parameter in module.parameters()), part=parts_of(module)[part.turn],
         kept=kept or computed_kept(module, built.config, sizes["data"]), by_rule=kept is None, counted=counted,
         notes=tuple(notes), length=length,
         sequences=built.config.train_micro_batch_size_per_gpu, micro_batches=built.config.gradient_accumulation_steps,
         settings=built.settings.model_dump(), cut=built.cut,
         weights_once=built.cut and engine is not None and engine.makes_weight_gradients_once(), sizes=model_sizes(module),
-        ranks=tuple(_rank(topology, pipe=stage) for stage in range(sizes["pipe"])),
+        ranks=tuple(_rank(topology, pipe=place) for place in range(sizes["pipe"])),
         last_shard=_rank(topology, model=sizes["model"] - 1), signatures=signatures(module) if task.signs else (),
         multiple=multiple,
     )  # fmt: skip
@@ -120,12 +120,14 @@ def _of_hugging_face(config: Any) -> Model:
         kv_channels=getattr(config, "head_dim", None) or 0,
         vocab_size=config.vocab_size,
         swiglu=getattr(config, "hidden_act", "") == "silu",
+        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", True),
     )
 
 
 def _of_megatron(module: Any) -> Model:
     specs = ModelChunks(module).specs
     config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
+    tied = hasattr(specs[0], "key")
     return Model(
         "GPT",
         sum(module.layers_per_stage),
@@ -136,4 +138,5 @@ def _of_megatron(module: Any) -> Model:
         kv_channels=config.kv_channels or 0,
         vocab_size=vocab_size,
         swiglu=bool(config.gated_linear_unit),
+        untie_embeddings_and_output_weights=not tied,
     )

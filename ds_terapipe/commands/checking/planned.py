@@ -21,7 +21,8 @@ from ds_terapipe.plan.costs.hardware import Cluster
 from ds_terapipe.plan.costs.memory import MemoryModel, MemoryUse, Peaks, StageMemory, calibrated, memory_use
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, compact
-from ds_terapipe.schedule import Schedule
+from ds_terapipe.schedule import Placement, Schedule
+from ds_terapipe.schedule.placement import row_word
 
 _LAYERS = ("GPTLayer", "Decoder")  # of the models whose sizes are known
 
@@ -33,6 +34,7 @@ class Outcome:
     Attributes:
         lengths, schedule: slices of a micro-batch in tokens, and the order; empty where the length is not known.
         uses: memory of each place at its peak, with what it keeps from step to step; empty likewise.
+        row: the name of a line of the table: a stage, or a place with several.
         plan: with costs; None where slices are given, or nothing is known of costs.
         lines: about the plan.
     """
@@ -42,6 +44,7 @@ class Outcome:
     uses: tuple[MemoryUse, ...]
     plan: Plan | None
     lines: tuple[str, ...]
+    row: str
 
 
 def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
@@ -53,9 +56,12 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     """
     first = reports[0]
     where = placement_of_parts(report.part for report in reports)
+    # a frozen and a trained part of a stage count as one that goes backward, which is more
+    placement = where if len(where.stages) == first.stages else Placement.of(first.places)
     settings = TokenPipelineConfig(**first.settings)
     if first.length is None:
-        return Outcome((), "", (), None, ("plan: the sequence length is not known, use --seq-length",))
+        lines = ["plan: the sequence length is not known, use --seq-length"]
+        return Outcome((), "", (), None, tuple(lines), row_word(placement))
     check_length(first.length, first.multiple)
     model, slices = memory_model(reports), configured_slices(settings, first.stages)
     plan: Plan | None = None
@@ -72,22 +78,22 @@ def outcome_of(reports: Sequence[Report], cluster: Cluster) -> Outcome:
     elif first.sizes is None:
         lines = ["plan: chosen in the launch by its measurements; memory is that of its uncut steps, which take most"]
     else:
-        plan = _chosen(reports, settings, model, cluster)
+        plan = _chosen(reports, placement, settings, model, cluster)
         costs = f"costs: {first.sizes.name} on {cluster.name}, estimated from datasheets; the launch measures its own"
         lines = [costs, *plan.lines()]
     if plan is not None:
         lengths, schedule = plan.slices, plan.runs
-    # where a place has a frozen and a trained stage it counts as one that goes backward, which is more
-    placement = where if len(where.stages) == first.stages else None
     uses = memory_use(model, schedule, lengths, first.micro_batches, first.weights_once, placement)
-    return Outcome(lengths, str(schedule), uses, plan, tuple(lines))
+    return Outcome(lengths, str(schedule), uses, plan, tuple(lines), row_word(placement))
 
 
 def memory_model(reports: Sequence[Report]) -> MemoryModel:
     """Return the memory of all stages, as a live engine knows it after its trials; by rule where it was not counted."""
     counted = [report.counted for report in reports]
     memories = [each.memory if each is not None else _by_rule(reports, n) for n, each in enumerate(counted)]
-    stages = tuple(replace(each, fixed=float(sum(r.kept))) for each, r in zip(memories, reports, strict=True))
+    # a place keeps all of its stages
+    kept = [sum(report.kept) / report.places.count(report.place) for report in reports]
+    stages = tuple(replace(each, fixed=fixed) for each, fixed in zip(memories, kept, strict=True))
     model = MemoryModel(stages)
     steps = [{} if each is None else dict(each.peaks) for each in counted]
     shared = [lengths for lengths in steps[0] if all(lengths in step for step in steps)]
@@ -112,7 +118,9 @@ def _by_rule(reports: Sequence[Report], stage: int) -> StageMemory:
     return analytic_memory(sizes, layers, report.tensor, report.sequences).stages[stage]
 
 
-def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster) -> Plan:
+def _chosen(
+    reports: Sequence[Report], placement: Placement, settings: TokenPipelineConfig, model: MemoryModel, cluster: Cluster
+) -> Plan:
     first = reports[0]
     layers = tuple(sum(name in _LAYERS for name in report.layers) for report in reports)
     assert first.sizes is not None and first.length is not None
@@ -122,7 +130,7 @@ def _chosen(reports: Sequence[Report], settings: TokenPipelineConfig, model: Mem
     if given is not None:  # of activations and buffers alone
         model = replace(model, stages=tuple(replace(stage, fixed=0.0) for stage in model.stages))
     request = Request(
-        seq_length=first.length, stages=first.stages, micro_batches=first.micro_batches, schedule=settings.schedule,
+        seq_length=first.length, stages=placement, micro_batches=first.micro_batches, schedule=settings.schedule,
         granularity=math.lcm(settings.granularity, first.multiple), multiple=first.multiple,
         memory=model, memory_gb=cluster.memory_gb if given is None else given,
         limit_name=f"{cluster.name}: memory_gb" if given is None else "token_pipeline.memory_gb",

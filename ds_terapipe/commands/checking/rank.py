@@ -26,6 +26,7 @@ class Task:
 
     Attributes:
         rank, world, per_node: of the launch; ``per_node``: processes of a node.
+        stage: the one of the rank's stages whose tokens are counted.
         script: its path and arguments.
         config: DeepSpeed configuration for a script that passes none.
         length: tokens of a sequence, None where they are not known.
@@ -41,6 +42,7 @@ class Task:
     length: int | None
     before: Boundary | None = None
     signs: bool = False
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class Report:
     """Layers and memory of a rank.
 
     Attributes:
-        stage, stages, tensor, replicas: the rank's stage, and the launch's sizes.
+        stage: the stage that was counted.
+        places: the place of each stage.
+        tensor, replicas: the launch's sizes.
         parts: the first layer of each stage, then the number of layers.
         layers: class names of this stage's layers, in order.
         parameters: of this rank.
-        part: the rank's part of the placement.
+        part: the stage in the placement.
         kept: bytes between steps.
         by_rule: whether ``kept`` was computed, not counted.
         counted: memory of tokens; None where it could not be counted.
@@ -62,13 +66,13 @@ class Report:
         weights_once: weight gradients are made once per micro-batch.
         multiple: number of tokens that every slice must be a multiple of.
         sizes: the model's; None where they are not known.
-        ranks: the first rank of each stage.
+        ranks: the first rank of each place.
         last_shard: the last tensor-parallel rank of the first stage.
         signatures: of every stage, on request.
     """
 
     stage: int
-    stages: int
+    places: tuple[int, ...]
     tensor: int
     replicas: int
     parts: tuple[int, ...]
@@ -90,6 +94,16 @@ class Report:
     last_shard: int
     multiple: int = 1
     signatures: tuple[Signature, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """Number of stages of the model."""
+        return len(self.places)
+
+    @property
+    def place(self) -> int:
+        """Place of the stage."""
+        return self.places[self.stage]
 
 
 class ScriptEnded(Exception):

@@ -31,8 +31,8 @@ _LAST_LINES = 12  # of what a script has written
 def check_launch(task: Task) -> list[Report]:
     """Return the report of every stage, from its fullest distinct rank; ``task``: the launch's first rank.
 
-    Replicas are alike, and so are stages of the same layers behind the same boundary: one of them is built. Of
-    tensor-parallel ranks the first is built, of the first stage also the last one.
+    Replicas are alike, and so are stages of the same layers behind the same boundary, beside the same stages on their
+    places: one of them is built. Of tensor-parallel ranks the first is built, of the first stage also the last one.
 
     Raises:
         ConfigError: the launch's error, or the script's.
@@ -40,14 +40,15 @@ def check_launch(task: Task) -> list[Report]:
     context = _forkserver(task.script[0])
     first = _checked(context, replace(task, signs=True))
     task = replace(task, length=task.length or first.length)
-    reports, known = [first], dict[tuple[Signature, Boundary | None], Report]()
-    for stage in range(1, first.stages):
+    reports, known = [first], dict[tuple[Signature, Boundary | None, Signature], Report]()
+    for stage, place in [*enumerate(first.places)][1:]:
         before = reports[-1].counted and reports[-1].counted.after
-        key = first.signatures[stage], before
+        beside = tuple(each for each, of in zip(first.signatures, first.places, strict=True) if of == place)
+        key = first.signatures[stage], before, beside
         if key not in known:
-            known[key] = _checked(context, replace(task, rank=first.ranks[stage], before=before))
+            known[key] = _checked(context, replace(task, rank=first.ranks[place], before=before, stage=stage))
         found = known[key]
-        part = found.part._replace(place=stage, first_layer=first.parts[stage])
+        part = found.part._replace(place=place, first_layer=first.parts[stage])
         reports.append(replace(found, stage=stage, part=part))
     if first.tensor > 1:
         other = _checked(context, replace(task, rank=first.last_shard))

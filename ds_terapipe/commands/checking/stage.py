@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from ds_terapipe.commands.checking.boundary import Alongside, Boundary
-from ds_terapipe.commands.checking.inputs import Sample
+from ds_terapipe.commands.checking.inputs import Sample, StagePart
 from ds_terapipe.commands.checking.peak import CountedPeak
 from ds_terapipe.job import Job
 from ds_terapipe.model_chunks import ModelChunks
@@ -23,6 +23,7 @@ from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.gradients import DeepSpeedGradients
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, probe_spans
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.rank_view import RankView
@@ -61,26 +62,31 @@ class StageRun:
 
     Args:
         engine: an engine with layers of this stage, on fake tensors.
+        part: the stage.
         settings: the block ``token_pipeline``.
         before: the boundary to the stage before; None for the first one.
         sample: inputs and labels of a micro-batch.
         mode: the mode of the fake tensors.
     """
 
-    def __init__(self, engine: Any, settings: Any, before: Boundary | None, sample: Sample, mode: Any) -> None:
+    def __init__(
+        self, engine: Any, part: StagePart, settings: Any, before: Boundary | None, sample: Sample, mode: Any
+    ) -> None:
         self._engine, self._settings, self._sample, self._mode = engine, settings, sample, mode
         self._micro_batches = counted_micro_batches(engine.gradient_accumulation_steps())
         self._module = module = engine.module
-        self._number = number = engine.stage_id
+        self._number = number = part.number
         coming = before is not None and any(each.needs_grad for each in before.spec.tensors)
-        trains = coming or any(parameter.requires_grad for parameter in module.parameters())
-        stages, chunks = engine.num_stages, ModelChunks(module)
-        placement = Placement.of(range(stages), chunks.parts, 0 if trains else number + 1)
+        chunks = ModelChunks(module)
+        layers = [module] if len(chunks.ranges) == 1 else [each for f in part.functions for each in modules_of(f)]
+        trains = coming or any(parameter.requires_grad for layer in layers for parameter in layer.parameters())
+        stages = len(chunks.places)
+        placement = Placement.plain(stages, chunks.parts, 0 if trains else number + 1)
         self._peak = CountedPeak()
         self._memory = StepMemory(self._peak)
         stage = Stage(
-            number, [*chunks.functions.values()], chunks.ranges[0].start, module=module, gradients=DeepSpeedGradients(engine),
-            trains=trains, memory=self._memory, autocast=partial(autocast_if_enabled, engine),
+            number, part.functions, part.first, module=module, gradients=DeepSpeedGradients(engine), trains=trains,
+            memory=self._memory, autocast=partial(autocast_if_enabled, engine),
         )  # fmt: skip
         self._batch = StepBatch()
         self._links = Alongside(before, lambda unit: self._batch.span(unit), mode)

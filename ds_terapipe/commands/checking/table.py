@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +11,7 @@ from ds_terapipe.commands.checking.planned import Outcome
 from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.plan.costs.memory import MemoryUse, gigabytes
 
-_COLUMNS = ("stage", "layers", "parameters", "weights", "gradients", "optimiser", "activations", "buffers", "peak")
+_COLUMNS = ("layers", "parameters", "weights", "gradients", "optimiser", "activations", "buffers", "peak")
 COMPUTED = "~"  # before a figure that fake tensors could not give
 _UNKNOWN = "?"
 
@@ -21,12 +21,12 @@ def table(reports: Sequence[Report], outcome: Outcome) -> list[str]:
     first = reports[0]
     length = _UNKNOWN if first.length is None else first.length
     lines = [
-        f"launch: {first.stages} stages x {first.tensor} tensor-parallel x {first.replicas} replicas = "
-        f"{first.stages * first.tensor * first.replicas} ranks",
+        f"launch: {_sizes(first)} x {first.tensor} tensor-parallel x {first.replicas} replicas = "
+        f"{len(first.ranks) * first.tensor * first.replicas} ranks",
         f"step: {first.micro_batches} micro-batches of {first.sequences} x {length} tokens on each replica",
     ]
-    rows = [_cells(report, use) for report, use in zip(reports, _padded(reports, outcome), strict=True)]
-    lines += _aligned([_COLUMNS, *_together(rows)])
+    rows = [_cells(here, use) for here, use in _places(reports, outcome)]
+    lines += _aligned([(outcome.row, *_COLUMNS), *_together(rows)])
     lines.append(
         "GB (1e9 bytes) of a rank; activations: of live units, keys and values, and what weight gradients wait for"
     )
@@ -41,29 +41,37 @@ def table(reports: Sequence[Report], outcome: Outcome) -> list[str]:
 
 def as_json(reports: Sequence[Report], outcome: Outcome) -> dict[str, Any]:
     """Return the figures, in bytes."""
-    stages = []
-    for report, use in zip(reports, _padded(reports, outcome), strict=True):
-        stages.append(
+    rows = []
+    for here, use in _places(reports, outcome):
+        rows.append(
             {
-                "stage": report.stage,
-                "layers": list(report.layers),
-                "parameters": report.parameters,
-                **report.kept._asdict(),
+                outcome.row: here[0].place,
+                "layers": [name for report in here for name in report.layers],
+                "parameters": here[0].parameters,
+                **here[0].kept._asdict(),
                 **_figures(use),
-                "computed": ["kept"] * report.by_rule + ["tokens"] * (report.counted is None),
-                "notes": list(report.notes),
+                "computed": ["kept"] * here[0].by_rule + ["tokens"] * any(report.counted is None for report in here),
+                "notes": [*dict.fromkeys(note for report in here for note in report.notes)],
             }
         )
     return {
-        "stages": stages,
+        f"{outcome.row}s": rows,
         "slices": list(outcome.lengths),
         "schedule": outcome.schedule,
         "plan": None if outcome.plan is None else outcome.plan.to_dict(),
     }
 
 
-def _padded(reports: Sequence[Report], outcome: Outcome) -> Sequence[MemoryUse | None]:
-    return outcome.uses or [None] * len(reports)
+def _places(reports: Sequence[Report], outcome: Outcome) -> Iterator[tuple[list[Report], MemoryUse | None]]:
+    """Yield the reports of each place's stages, and the memory of the place; None where it is not known."""
+    for place in range(len(reports[0].ranks)):
+        here = [report for report in reports if report.place == place]
+        yield here, outcome.uses[place] if outcome.uses else None
+
+
+def _sizes(report: Report) -> str:
+    places, stages = len(report.ranks), report.stages
+    return f"{stages} stages" if places == stages else f"{places} places of {stages // places} stages"
 
 
 def _figures(use: MemoryUse | None) -> dict[str, float | None]:
@@ -74,13 +82,14 @@ def _figures(use: MemoryUse | None) -> dict[str, float | None]:
     return {"activations": activations, "buffers": use.messages + use.working, "peak": use.total}
 
 
-def _cells(report: Report, use: MemoryUse | None) -> tuple[str, ...]:
-    kept, tokens = COMPUTED * report.by_rule, COMPUTED * (report.counted is None)
-    known = report.counted is not None or report.sizes is not None
+def _cells(here: Sequence[Report], use: MemoryUse | None) -> tuple[str, ...]:
+    report, uncounted = here[0], any(each.counted is None for each in here)
+    kept, tokens = COMPUTED * report.by_rule, COMPUTED * uncounted
+    known = not uncounted or report.sizes is not None
     marks = (*[kept] * len(report.kept), tokens, tokens, kept or tokens)
     figures = zip(marks, (*report.kept, *_figures(use if known else None).values()), strict=True)
     return (
-        _names(report.layers),
+        " + ".join(_names(each.layers) for each in here),
         f"{report.parameters:,}",
         *(_UNKNOWN if value is None else f"{mark}{_text(gigabytes(value))}" for mark, value in figures),
     )

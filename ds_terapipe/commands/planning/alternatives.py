@@ -94,7 +94,7 @@ def interleaved(inputs: Inputs) -> Row | str:
             name = f"interleaved 1F1B, {chunks} chunks per stage"
             found.append(row(there, name, "interleaved", (request.seq_length,)))
     if not found:
-        return "interleaving: not possible, no number of chunks divides every stage's layers"
+        return "interleaving: not possible, the stages' layers cannot be cut into as many chunks"
     return min(found, key=lambda each: (not each.fits, each.step_s))
 
 
@@ -113,8 +113,9 @@ def more_tensor_parallel(inputs: Inputs) -> list[Row] | str:
         layers = even_layers(source.model.num_layers, devices // tensor)
         other = source.with_layout(layers, tensor)
         request = replace(
-            inputs.request, stages=len(layers), memory=other.memory(inputs.sequences), overhead_s=other.overhead_s
-        )
+            inputs.request, stages=len(layers), memory=other.memory(inputs.sequences), overhead_s=other.overhead_s,
+            multiple=other.multiple,
+        )  # fmt: skip
         name, whole = f"{tensor} tensor-parallel x {len(layers)} stages, unsliced", (request.seq_length,)
         found.append(row(replace(inputs, source=other, request=request), name, UNSLICED, whole, "tensor_parallel"))
     return found or (

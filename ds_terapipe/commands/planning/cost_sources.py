@@ -2,25 +2,26 @@
 
 A source has costs and memory of micro-batches of any number of ``sequences`` that it knows, the seconds of a step after its
 last action (``overhead_s``), the memory of a device (``device_gb``, None if unknown), and says where they come from
-(``text``, and ``about`` for a plan's file).
+(``text``, and ``about`` for a plan's file). Slices are multiples of its ``multiple`` tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ds_terapipe.errors import ConfigError
+from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.analytic import AnalyticCost
 from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.cost import MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
-from ds_terapipe.plan.stages import LayerSeconds
+from ds_terapipe.plan.stages import LayerSeconds, even
+from ds_terapipe.schedule import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Units:
     about: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"costs": "units"})
     overhead_s: float = 0.0
     device_gb: float | None = None
+    multiple: int = 1
 
     def cost(self, sequences: int) -> Units:
         """Return the cost of micro-batches of so many sequences."""
@@ -65,7 +67,7 @@ class Units:
 
 @dataclasses.dataclass(frozen=True)
 class Analytic:
-    """A model on a cluster, from operations and bytes."""
+    """A model on a cluster, from operations and bytes; ``placement`` of its stages, None: one on each place."""
 
     model: Model
     cluster: Cluster
@@ -75,6 +77,8 @@ class Analytic:
     shares_optimizer: bool = False  # among the replicas: ZeRO
     weights_once: bool = True
     fixed: bool = True  # whether the memory counts weights, gradients and optimiser
+    sequence_parallel: bool = False
+    placement: Placement | None = None
 
     @property
     def stages(self) -> int:
@@ -99,6 +103,7 @@ class Analytic:
             "cluster": self.cluster.name,
             "stage_layers": list(self.layers),
             "tensor_parallel": self.tensor_parallel,
+            "sequence_parallel": self.multiple,
             "data_parallel": self.data_parallel,
             "rates": dataclasses.asdict(self.cluster.rates),
         }
@@ -106,7 +111,12 @@ class Analytic:
     @property
     def overhead_s(self) -> float:
         """Seconds of a step after its last action."""
-        return self.cost(1).step_overhead(self.data_parallel, self.is_within_node(self.data_parallel))
+        return self.cost(1).step_overhead(self.data_parallel, self.is_within_node(self.data_parallel), self.placement)
+
+    @property
+    def multiple(self) -> int:
+        """Devices that share the tokens of a slice."""
+        return self.tensor_parallel if self.sequence_parallel else 1
 
     def is_within_node(self, replicas: int) -> bool:
         """Whether the replicas of a stage, which DeepSpeed numbers consecutively, fit into a node."""
@@ -119,19 +129,47 @@ class Analytic:
 
     def cost(self, sequences: int) -> AnalyticCost:
         """Return the cost of micro-batches of so many sequences."""
-        rates, apart = self.cluster.rates, self.weights_once
         return AnalyticCost(
-            self.model, self.cluster, rates, self.layers, self.tensor_parallel, sequences, weights_apart=apart
-        )
+            self.model, self.cluster, self.cluster.rates, self.layers, self.tensor_parallel, sequences,
+            weights_apart=self.weights_once, token_shares=self.multiple,
+        )  # fmt: skip
 
     def memory(self, sequences: int) -> MemoryModel:
         """Return the memory of micro-batches of so many sequences."""
         shards = (self.data_parallel if self.shares_optimizer else 1) if self.fixed else None
-        return analytic_memory(self.model, self.layers, self.tensor_parallel, sequences, self.weights_once, shards)
+        frozen = 0 if self.placement is None else self.placement.forward_only
+        return analytic_memory(
+            self.model, self.layers, self.tensor_parallel, sequences, self.weights_once, shards, self.multiple, frozen
+        )
 
     def with_layout(self, layers: tuple[int, ...], tensor_parallel: int | None = None) -> Analytic:
         """Return the costs of the model in other stages, and with other tensor parallelism if given."""
-        return dataclasses.replace(self, layers=layers, tensor_parallel=tensor_parallel or self.tensor_parallel)
+        tensor = tensor_parallel or self.tensor_parallel
+        return dataclasses.replace(self, layers=layers, tensor_parallel=tensor, placement=None)
+
+    def on(self, placement: Placement) -> Analytic | None:
+        """Return the costs of the model's stages on such places.
+
+        A placement of a run has the layers of its stages. Otherwise several stages on a place have them evenly, as a run
+        cuts them; None for fewer layers than stages, and for uneven stages of one's own.
+
+        Raises:
+            ConfigError: a run of fewer layers than the model's.
+        """
+        stages, count, entries = len(placement.stages), self.model.num_layers, placement.stages[-1].stop_layer
+        if entries > stages:
+            if entries < count:
+                raise bad_value(
+                    "--plan", f"{entries} layers", f"of {self.model.name}, {count} layers", "another --model"
+                )
+            first = min(1, entries - count)  # an embedding; the rest comes after the layers
+            ends = [min(max(stage.stop_layer - first, 0), count) for stage in placement.stages]
+            layers = tuple(stop - start for start, stop in pairwise([0, *ends]))
+        elif count < stages or self.layers != even(count, self.stages):
+            return None
+        else:
+            layers = even(count, stages)
+        return dataclasses.replace(self, layers=layers, placement=placement)
 
     def layer_seconds(self, sequences: int, lengths: tuple[int, ...]) -> LayerSeconds:
         """Forward and backward of each layer over a micro-batch in these slices; embedding and head with their neighbours."""
@@ -179,6 +217,11 @@ class Measured:
     def weights_once(self) -> bool:
         """Whether weight gradients were made once per micro-batch."""
         return self.measured.measured_on.get("weight_gradients") == "micro_batch"
+
+    @property
+    def multiple(self) -> int:
+        """Devices that share the tokens of a slice."""
+        return int(self.measured.measured_on.get("sequence_parallel", 1))
 
     @property
     def device_gb(self) -> float | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_terapipe.commands.output import show
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, check_numbers, choose_plan, read_inputs
+from ds_terapipe.commands.planning.several import asked_placement, on_placement
 from ds_terapipe.commands.simulate import named_lengths
 from ds_terapipe.errors import bad_value, named
 from ds_terapipe.json_files import read_json
@@ -41,22 +42,21 @@ def plan_frozen(options: argparse.Namespace) -> None:
     options.memory_gb = None  # of a plan it is what activations take; here weights, gradients and optimiser count, too
     inputs = read_inputs(options)
     limit = _limit_gb(given, options.ds_config, inputs)
-    lengths = _lengths(inputs)
+    placement = asked_placement(inputs)
+    lengths = _lengths(inputs if placement == inputs.request.placement else on_placement(inputs, placement))
     from ds_terapipe.commands.planning.entry_costs import entries_of
 
-    entries = entries_of(inputs.source, lengths, options.data_parallel)
+    entries = entries_of(inputs.source, lengths, options.data_parallel, placement)
     most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
     tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
     lines = [*inputs.lines, f"layer list: {entries.text}; slices: {compact(lengths)}"]
-    if inputs.config is not None and inputs.config.stages_per_place > 1:
-        lines.append("stages_per_place is not counted: shapes have one stage on each place here")
     if not entries.knows_bytes:
         unknown = "not known from these costs: what replicas add up, and memory"
         lines.append(unknown if limit is None else f"{unknown}, so memory_gb is no limit")
     elif limit is not None:
         lines.append(f"a rank may hold {limit:g} GB")
     for table in tables:
-        lines += _lines(table, entries.count)
+        lines += _lines(table, entries.count, not placement.is_plain)
     lines.append("launched, frozen: how many times as fast as the first and the second line of a table")
     show(options, "\n".join(lines), {
         "slices": list(lengths),
@@ -79,6 +79,8 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
     Raises:
         ConfigError: the head, the last entry, would be frozen.
     """
+    from ds_terapipe.config import TokenPipelineConfig
+    from ds_terapipe.elastic.moves.start import places_of
     from ds_terapipe.elastic.policies.resize import shape_of, shapes
     from ds_terapipe.elastic.shapes.predict import choose, predict
 
@@ -87,11 +89,15 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
         raise bad_value("--frozen", frozen, rule, f"at most {entries.count - 1}")
     batch = entries.replicas * inputs.sequences * inputs.request.micro_batches
     launch = (entries.processes, entries.tensor_parallel, batch, inputs.sequences)
-    now = shape_of(len(entries.parts) - 1, *launch)
+    now = shape_of(len(set(entries.places)), *launch)
+    config = inputs.config or TokenPipelineConfig()
+    most_stages = max(config.stages_per_place, len(entries.places) // now.stages)
+    settings = config.model_copy(update={"stages_per_place": most_stages})
     possible = [shape for shape in shapes(*launch) if shape.stages <= entries.count]
 
     def predicted(shape: Any, first: int, parts: Sequence[int] | None = None) -> Prediction:
-        found = predict(shape, entries.costs(shape), entries.machine(shape), first, slices, parts)
+        places = places_of(shape.stages, settings, entries.count)
+        found = predict(shape, entries.costs(shape), entries.machine(shape), first, slices, parts, places)
         return found._replace(seconds=found.seconds + entries.overhead_s)
 
     launched, present = (predicted(now, first, entries.parts) for first in (0, frozen))
@@ -119,13 +125,13 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
     }
 
 
-def _lines(table: dict[str, Any], entries: int) -> list[str]:
-    """Return the lines of a table."""
+def _lines(table: dict[str, Any], entries: int, several: bool) -> list[str]:
+    """Return the lines of a table; ``several``: stages on a place."""
     from ds_terapipe.elastic.policies.resize import Shape
     from ds_terapipe.elastic.shapes.history import shape_text
 
     rows = [("as launched, nothing frozen", table["launched"]), ("as launched, frozen", table["launched_frozen"])]
-    rows += [(shape_text(Shape(*(each[name] for name in Shape._fields))), each) for each in table["shapes"]]
+    rows += [(shape_text(Shape(*(each[name] for name in Shape._fields)), several), each) for each in table["shapes"]]
     cells = ["-".join(map(str, each["layers"])) for _, each in rows]
     width, layers = max(len(name) for name, _ in rows), max(6, *map(len, cells))
     out = [

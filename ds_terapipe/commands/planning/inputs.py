@@ -111,6 +111,11 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("training")
     shape.add_argument("--stages", type=int, metavar="K", help="pipeline stages")
     shape.add_argument("--tensor-parallel", type=int, metavar="T", help="devices that share each layer (default: 1)")
+    shape.add_argument(
+        "--sequence-parallel",
+        action="store_true",
+        help="devices that share a layer also share the tokens between its products, as train.py's: slices are multiples of T",
+    )
     shape.add_argument("--data-parallel", type=int, metavar="D", help="replicas (default: 1)")
     shape.add_argument("--stage-layers", metavar="N,N", help="Transformer layers of each stage (default: even)")
     shape.add_argument("--sequences", type=int, metavar="B", help="sequences of one replica in a step")
@@ -176,11 +181,16 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         known = {"stages": measured.placement, "weights_once": source.weights_once, "max_slice": measured.max_slice}
         known["min_length"] = max(measured.min_length, given.granularity)
         limit_name = limit_name if given.memory_gb else f"{source.path}: measured_on.memory_limit_bytes, in GB"
+    multiple = source.multiple
+    if length % multiple:
+        rule = f"a multiple of the {multiple} devices that share the tokens (sequence parallelism)"
+        raise bad_value("--seq-length", length, rule, str(-(-length // multiple) * multiple))
     request = Request(
         seq_length=length,
         micro_batches=micro_batches,
         schedule=given.schedule,
-        granularity=given.granularity,
+        granularity=math.lcm(given.granularity, multiple),
+        multiple=multiple,
         memory=memory,
         memory_gb=None if memory is None else given.memory_gb or source.device_gb,
         limit_name=limit_name,
@@ -235,9 +245,11 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
     data = read_json(path, "a DeepSpeed configuration")
     # Takes DeepSpeed with it, which takes seconds.
     from ds_terapipe.config import TOKEN_PIPELINE, parse
+    from ds_terapipe.register import check_spelling
 
     block = data.value(TOKEN_PIPELINE)
     with named(path):
+        check_spelling(data.names)
         return data, None if block is None else parse({TOKEN_PIPELINE: block})
 
 
@@ -323,6 +335,7 @@ def _analytic(given: argparse.Namespace, data: Fields | None, notes: list[str]) 
         shares_optimizer=isinstance(zero, int) and zero > 0,
         weights_once=given.weight_gradients != "slice",
         fixed=given.memory_gb is None,
+        sequence_parallel=given.sequence_parallel,
     )
 
 
@@ -337,6 +350,9 @@ def _check_unused(options: argparse.Namespace, source: Source, notes: list[str])
             raise bad_value("--weight-gradients", options.weight_gradients, f"as {source.path} was measured", found)
         if options.model is not None:
             notes.append("--model is not used: times and memory were measured")
+    if options.sequence_parallel and source.multiple == 1:
+        rule = "absent with one device for each layer, or costs that were measured without it"
+        raise bad_value("--sequence-parallel", True, rule, "--model with --tensor-parallel 2, or leave it out")
     if isinstance(source, Units) and (options.tensor_parallel or options.data_parallel):
         notes.append("--tensor-parallel and --data-parallel are not used: without --model nothing is known about them")
 

@@ -25,21 +25,32 @@ def read_placed(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
         ConfigError: as `read_inputs`; the costs do not know the stages of that placement.
     """
     inputs = read_inputs(options, unit_costs, plan)
-    source, asked, present = inputs.source, _asked(inputs, plan), inputs.request.placement
+    source, asked, present = inputs.source, asked_placement(inputs, plan), inputs.request.placement
     if placement_text(asked) == placement_text(present):
         return inputs
-    key = "--plan" if plan else "--schedule" if inputs.config is None else "token_pipeline.stages_per_place"
     if isinstance(source, Measured):
         rule = f"as {source.path} was measured, {placement_text(present)}"
-        raise bad_value(key, placement_text(asked), rule, "another --measured")
+        raise bad_value(_key(inputs, plan), placement_text(asked), rule, "another --measured")
+    return on_placement(inputs, asked, plan)
+
+
+def on_placement(inputs: Inputs, asked: Placement, plan: Plan | None = None) -> Inputs:
+    """Return `placed` inputs. Raises ConfigError where there are none."""
     found = placed(inputs, asked)
     if found is None:
-        rule = f"a divisor of the layers of each of --stage-layers, {','.join(map(str, getattr(source, 'layers', ())))}"
-        raise bad_value(key, f"{asked.stages_per_place} stages on a place", rule, "other --stages")
+        layers = getattr(inputs.source, "layers", ())
+        rule = f"1 for {sum(layers)} layers in stages of {','.join(map(str, layers))}: a run cuts them evenly, a layer at least"
+        raise bad_value(_key(inputs, plan), asked.stages_per_place, rule, "fewer --stages, or no --stage-layers")
     return found
 
 
-def _asked(inputs: Inputs, plan: Plan | None) -> Placement:
+def _key(inputs: Inputs, plan: Plan | None) -> str:
+    """Return the origin of the placement that is asked for."""
+    named = inputs.config is not None and inputs.config.stages_per_place > 1
+    return "--plan" if plan else "token_pipeline.stages_per_place" if named else "--schedule: stages on a place"
+
+
+def asked_placement(inputs: Inputs, plan: Plan | None = None) -> Placement:
     """Return the placement that is asked for, which may be that of the costs."""
     config, present = inputs.config, inputs.request.placement
     places = present.places
@@ -65,25 +76,25 @@ def placements(inputs: Inputs) -> dict[str, Inputs]:
 
 
 def placed(inputs: Inputs, placement: Placement) -> Inputs | None:
-    """Return the same inputs for another placement.
+    """Return the same inputs for another placement; None where `Analytic.on` has none.
 
-    Where it has several stages on each place they are equal parts of its layers; None where these do not divide.
+    Where single layers are not known, stages on a place are their shares of what is known of it.
     """
-    source, chunks = inputs.source, placement.stages_per_place
+    source, overhead_s = inputs.source, inputs.source.overhead_s
     cost: Cost | None = None
     memory: MemoryModel | None
     if placement.is_usual:
         memory = source.memory(inputs.sequences)
     elif isinstance(source, Analytic):
-        if any(count % chunks for count in source.layers):
+        layout = source.on(placement)
+        if layout is None:
             return None
-        layout = source.with_layout(tuple(source.layers[stage.place] // chunks for stage in placement.stages))
-        cost, memory = layout.cost(inputs.sequences), layout.memory(inputs.sequences)
+        cost, memory, overhead_s = layout.cost(inputs.sequences), layout.memory(inputs.sequences), layout.overhead_s
     else:
         whole = source.memory(inputs.sequences)
         cost = Parts(source.cost(inputs.sequences), placement)
         memory = None if whole is None else memory_of_parts(whole, placement)
-    request = replace(inputs.request, stages=placement, memory=memory)
+    request = replace(inputs.request, stages=placement, memory=memory, overhead_s=overhead_s)
     return replace(inputs, parts=cost, request=request)
 
 

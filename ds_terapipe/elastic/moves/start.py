@@ -75,20 +75,16 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         ConfigError: on every rank; nothing has been changed.
     """
     model, stages_per_place = arguments["model"], settings.stages_per_place
-    _check(model, stages_per_place)  # the same on all ranks: none may close a group that others still make
+    check_placeable(model, stages_per_place)  # the same on all ranks: none may close a group that others still make
     consensus = Consensus(watchdog)
     try:
         places = places_of(model.num_stages, settings)
-        parts = parts_for(model, len(places), consensus)
+        parts = parts_for(model, len(places), lambda: trained_sizes(model, consensus))
         refuse_split(shared_weights(model, consensus), parts, places, KEY)
-        optimizer: Any = arguments.get("optimizer")
-        given = list(arguments.get("model_parameters") or ())
-        makes = not isinstance(optimizer, torch.optim.Optimizer)  # DeepSpeed will, of the given parameters or groups
-        if makes:
-            optimizer = torch.optim.Optimizer(given or [{"params": []}], {})
+        optimizer = optimizer_of(arguments)
         check_inside(optimizer, model, {}, consensus.gather, f"where {KEY} is {stages_per_place}")
         device = torch.device(get_accelerator().device_name(model.local_rank))
-        reshape = Reshape(model, optimizer, consensus, device, _dtype(model, consensus), KEY)
+        reshape = Reshape(model, optimizer, consensus, device, dtype_of(model, consensus), KEY)
         reshape.prepare(model._topo, parts, places)
         make_alike(optimizer, arguments.get("lr_scheduler"), consensus.gather)
         before = shape_groups(model)
@@ -96,12 +92,31 @@ def place_stages(arguments: dict[str, Any], settings: TokenPipelineConfig, watch
         setattr(model, PLAIN, (ModelChunks(model).parts, [names[place] for place in sorted(names)]))
         reshape.run()
         close_groups(before - shape_groups(model))
-        if arguments.get("model_parameters") is not None:
-            groups = optimizer.param_groups
-            trained = groups[0]["params"] if makes else [p for p in model.parameters() if p.requires_grad]
-            arguments["model_parameters"] = groups if makes and given and isinstance(given[0], Mapping) else trained
+        hand_back(arguments, optimizer)
     finally:
         close_groups([consensus.group], consensus)
+
+
+def optimizer_of(arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of the arguments, or a plain one of the parameters or groups of which DeepSpeed will make it."""
+    given = arguments.get("model_parameters")
+    if given is not None:
+        given = arguments["model_parameters"] = list(given)
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    return torch.optim.Optimizer(given or [{"params": []}], {})
+
+
+def hand_back(arguments: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Replace the parameters among the arguments by those of the moved layers, in groups where they were in groups."""
+    given, groups = arguments.get("model_parameters"), optimizer.param_groups
+    if given is None:
+        return
+    trained = [p for p in arguments["model"].parameters() if p.requires_grad]
+    makes = optimizer is not arguments.get("optimizer")
+    grouped = makes and given and isinstance(given[0], Mapping)
+    arguments["model_parameters"] = groups if grouped else groups[0]["params"] if makes else trained
 
 
 def places_of(places: int, settings: TokenPipelineConfig, layers: int | None = None) -> tuple[int, ...]:
@@ -120,11 +135,16 @@ def places_for(engine: Any, places: int) -> tuple[int, ...]:
     return places_of(places, engine.token_pipeline, len(ModelChunks(engine.module).specs))
 
 
-def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[int]:
-    """Return the first entry of each stage, and the number of entries, by the rule that made the module's; collective.
+def parts_for(model: PipelineModule, stages: int, sizes_of: Callable[[], Mapping[str, int]]) -> list[int]:
+    """Return the first entry of each stage, and the number of entries, by the rule that made the module's.
 
     DeepSpeed keeps no rule: it is the first by which it would cut as many stages as the module has in the same way. If
     it leaves a stage empty, stages have the same number of layers.
+
+    Args:
+        model: the module.
+        stages: number of stages.
+        sizes_of: returns the number of trained parameters of each layer, as `trained_sizes`.
 
     Raises:
         ConfigError: on every rank, for more stages than layers.
@@ -134,7 +154,7 @@ def parts_for(model: PipelineModule, stages: int, consensus: Consensus) -> list[
     if hasattr(model, "even_parts"):  # a StagedPipeline
         parts = model.even_parts(stages)
     else:
-        sizes = trained_sizes(model, consensus)  # as DeepSpeed counts
+        sizes = sizes_of()  # as DeepSpeed counts
         rules: list[Callable[[int], list[int]]] = [
             partial(partition_balanced, [sizes.get(prefix, 0) for prefix in chunks.prefixes]),
             uniform,
@@ -155,11 +175,14 @@ def _has_empty(parts: Sequence[int]) -> bool:
 def trained_sizes(model: PipelineModule, consensus: Consensus) -> dict[str, int]:
     """Return the number of trained parameters of each layer, by the prefix of their names; collective."""
     found: dict[str, int] = {}
-    layers = ModelChunks(model).layers.items()
-    mine = {prefix: sum(p.numel() for p in layer.parameters() if p.requires_grad) for prefix, layer in layers}
-    for of_rank in consensus.gather(mine):
+    for of_rank in consensus.gather(sizes_of_layers(ModelChunks(model).layers)):
         found |= {prefix: max(size, found.get(prefix, 0)) for prefix, size in of_rank.items()}
     return found
+
+
+def sizes_of_layers(layers: Mapping[str, nn.Module]) -> dict[str, int]:
+    """Return the number of trained parameters of each layer, by its key."""
+    return {prefix: sum(p.numel() for p in layer.parameters() if p.requires_grad) for prefix, layer in layers.items()}
 
 
 def _binary(specs: Iterable[Any]) -> list[list[int]]:
@@ -169,14 +192,15 @@ def _binary(specs: Iterable[Any]) -> list[list[int]]:
     return [[int(kind is layer) for kind in kinds] for layer in layers]
 
 
-def _dtype(model: PipelineModule, consensus: Consensus) -> torch.dtype | None:
+def dtype_of(model: PipelineModule, consensus: Consensus) -> torch.dtype | None:
     """Return the type of all weights; None if there are several, which layers then have as they are built."""
     mine = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     found = set().union(*consensus.gather(mine))
     return found.pop() if len(found) == 1 else None
 
 
-def _check(model: PipelineModule, stages_per_place: int) -> None:
+def check_placeable(model: PipelineModule, stages_per_place: int) -> None:
+    """Raises ConfigError for a model whose layers cannot be placed so."""
     if model.num_stages == 1:
         raise bad_value(KEY, stages_per_place, "1 for a model on one place", "num_stages=2 for the model, or 1")
     if ModelChunks(model).is_placed:

@@ -220,7 +220,7 @@ def read_history(path: str) -> list[Period]:
             found.append(_period(fields, event, step, at))
     found = [period for period in found if period.stop != period.first]
     if not found:
-        raise bad_value(path, "no step", f"{_RULE}, with a step in it", _USE)
+        raise ConfigError(f"{path}: has no step in it, must be {_RULE}, use {_USE}")
     return found
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from ds_terapipe.plan.costs.cost import Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model, Rates
+from ds_terapipe.schedule import Placement
 
 # Adam in mixed precision: fp32 weight and two moments read and written, gradient read, 16-bit weight written, and what unscaling
 # and clearing the gradient take. Bytes per parameter.
@@ -46,6 +47,7 @@ class AnalyticCost:
             `message` is then 0 and each stage is charged one message per direction, the first and last as well: the
             paper's closed form has equal stages.
         weights_apart: weight gradients are made once per micro-batch by `weights` and not by each backward.
+        token_shares: devices that share the tokens of a message, with sequence parallelism.
         max_length: longest sequence; the formula itself has no bound.
     """
 
@@ -57,6 +59,7 @@ class AnalyticCost:
     sequences: int = 1
     blocking_messages: bool = False
     weights_apart: bool = False
+    token_shares: int = 1
     max_length: int = 1 << 20
 
     @property
@@ -86,14 +89,19 @@ class AnalyticCost:
         """Seconds that ``length`` tokens travel over a boundary, one direction; 0 where the stages stand still for them."""
         return 0.0 * length if self.blocking_messages else self._transfer(length)
 
-    def step_overhead(self, data_parallel: int = 1, within_node: bool = False) -> float:
+    def step_overhead(
+        self, data_parallel: int = 1, within_node: bool = False, placement: Placement | None = None
+    ) -> float:
         """Seconds after the last backward: all-reduce of the gradients over the replicas, and the optimiser's pass.
 
         Args:
             data_parallel: replicas.
             within_node: whether those of a stage are on one node.
+            placement: of the stages; None: one on each place.
         """
-        parameters = max(map(self._stage_weights, range(self.stages)))
+        where = Placement.plain(self.stages) if placement is None else placement
+        trained = ([s for s in where.stages_on(place) if where.goes_backward(s)] for place in range(where.places))
+        parameters = max(sum(map(self._stage_weights, stages)) for stages in trained)
         ring = 2 * (data_parallel - 1) / data_parallel * parameters * _HALF
         memory = self.cluster.memory_gb_per_s * 1e9
         return ring * self.gradient_byte_s(within_node) + OPTIMIZER_BYTES * parameters / memory
@@ -143,5 +151,5 @@ class AnalyticCost:
         return seconds + 2 * self._transfer(length) if self.blocking_messages else seconds
 
     def _transfer(self, length: Tokens) -> Tokens:
-        states = self.sequences * self.model.hidden_size * _HALF
+        states = self.sequences * self.model.hidden_size * _HALF / self.token_shares
         return length * (states / self.rates.message_bytes_per_s) + self.rates.latency_s

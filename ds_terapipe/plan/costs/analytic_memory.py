@@ -25,6 +25,8 @@ def analytic_memory(
     sequences: int = 1,
     weights_once: bool = True,
     optimizer_shards: int | None = None,
+    token_shares: int = 1,
+    forward_only: int = 0,
 ) -> MemoryModel:
     """The memory of micro-batches of ``sequences`` sequences.
 
@@ -36,6 +38,8 @@ def analytic_memory(
         weights_once: weight gradients are made once per micro-batch; else they are summed in 32 bit.
         optimizer_shards: replicas that share the optimiser's state (ZeRO stage 1). None: weights, gradients and Adam's state
             are not counted.
+        token_shares: devices that share the tokens between products, with Megatron's sequence parallelism (section 4.2.2).
+        forward_only: so many stages, the first ones, are frozen: they have no gradients and no optimiser.
     """
     last = len(layers) - 1
     hidden, ffn = model.hidden_size, model.ffn_hidden_size or 4 * model.hidden_size
@@ -43,26 +47,28 @@ def analytic_memory(
     keys = 2 * attention * model.groups / model.num_attention_heads
     inner, gates = ffn / tensor_parallel, 2 if model.swiglu else 1
     # norms, inputs of the first matrix of attention and MLP; masks
-    whole = 4 * hidden * _HALF + 2 * hidden
+    whole = (4 * hidden * _HALF + 2 * hidden) / token_shares
+    states = hidden * _HALF / token_shares
     # queries, keys and values in one tensor; input of the projection; input of the activation function and of the last matrix
     shared = (2 * attention + keys + (gates + 1) * inner) * _HALF
-    inputs = 2 * hidden + attention + inner
+    inputs = 2 * hidden / token_shares + attention + inner
     gradients = (attention + keys) + hidden + gates * inner + hidden
     logits = (_HALF + _FULL) * model.vocab_size / tensor_parallel
     stages = []
     kept = 0.0 if optimizer_shards is None else WEIGHT + GRADIENT + OPTIMIZER / optimizer_shards
-    table = model.hidden_size * model.vocab_size  # on the first and on the last stage
+    table, own = model.hidden_size * model.vocab_size, model.untie_embeddings_and_output_weights
     for stage, count in enumerate(layers):
-        parameters = (count * model.layer_parameters + table * (stage in (0, last))) / tensor_parallel
+        ends = (stage == 0) + (stage == last) if own else stage in (0, last)  # one stage alone has a tied table once
+        parameters = (count * model.layer_parameters + table * ends) / tensor_parallel
         stages.append(
             StageMemory(
-                activations=sequences * (count * (whole + shared) + (logits if stage == last else hidden * _HALF)),
+                activations=sequences * (count * (whole + shared) + (logits if stage == last else states)),
                 keys_values=sequences * count * keys * _HALF,
                 key_value_gradients=sequences * count * keys * _FULL,
                 weight_gradients=sequences * count * (inputs + gradients) * _HALF,
-                received=sequences * hidden * _HALF if stage > 0 else 0.0,
-                sent=sequences * hidden * _HALF if stage < last else 0.0,
-                fixed=kept * parameters,
+                received=sequences * states if stage > 0 else 0.0,
+                sent=sequences * states if stage < last else 0.0,
+                fixed=(min(kept, WEIGHT) if stage < forward_only else kept) * parameters,
                 gradient_sums=0.0 if weights_once else _FULL * parameters,
             )
         )

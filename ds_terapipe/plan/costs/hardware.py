@@ -119,6 +119,7 @@ class Model:
 
     Attributes:
         vocab_size: 0 leaves out embedding, output head and loss, as the reference implementation of TeraPipe does.
+        untie_embeddings_and_output_weights: whether the head has a table of its own.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Model:
     kv_channels: int = 0
     vocab_size: int = 0
     swiglu: bool = False
+    untie_embeddings_and_output_weights: bool = False
 
     @property
     def attention_size(self) -> int:
@@ -187,16 +189,21 @@ def load_model(name_or_path: str) -> Model:
     if name_or_path in MODELS:
         return MODELS[name_or_path]
     fields = read_json(name_or_path, f"a JSON file or one of {', '.join(MODELS)}")
-    counts = {field.name for field in dataclasses.fields(Model)} - {"name", "swiglu"}
-    fields.only(counts | {"name", "swiglu"})
+    flags = {"swiglu", "untie_embeddings_and_output_weights"}
+    counts = {field.name for field in dataclasses.fields(Model)} - {"name", *flags}
+    fields.only({"name", *counts, *flags})
     needed = {"num_layers", "hidden_size", "num_attention_heads"}
-    found = {key: fields.count(key) for key in sorted(counts) if key in needed or fields.value(key) is not None}
+    found: dict[str, Any] = {
+        key: fields.count(key) for key in sorted(counts) if key in needed or fields.value(key) is not None
+    }
     heads, groups = found["num_attention_heads"], found.get("num_query_groups", 1)
     if found["hidden_size"] % heads and "kv_channels" not in found:
         raise fields.fail("num_attention_heads", f"a divisor of hidden_size ({found['hidden_size']})", "kv_channels")
     if heads % groups:
         raise fields.fail("num_query_groups", f"a divisor of {heads} heads", str(heads))
-    return Model(fields.text("name", Path(name_or_path).stem), swiglu=fields.flag("swiglu", False), **found)
+    return Model(
+        fields.text("name", Path(name_or_path).stem), **found, **{key: fields.flag(key, False) for key in flags}
+    )
 
 
 # V100-SXM2 of 16 GB. The network is 25 Gbit/s; NVLinks of 25 GB/s, some of them double, join a node's devices (a hybrid cube
