@@ -22,8 +22,6 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
 
-_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
-
 
 class ElasticData:
     """Delivers micro-batches to the ranks that need them in the present shape, in all phases of ``MixedBatch``.
@@ -45,16 +43,7 @@ class ElasticData:
         self._epochs_at: dict[int, int] = {}  # epochs completed before each of the last two steps
 
     def build_loader(self, engine: Any, dataset: Any) -> None:
-        """Make the engine's loader, which goes on in another shape where it was.
-
-        Raises:
-            ConfigError: DeepSpeed's curriculum, which would choose the samples.
-        """
-        if engine.curriculum_learning_enabled():
-            must = (
-                f"false beside {ELASTIC_PIPELINE} and training_data ({self._settings.PATH} gives the order of samples)"
-            )
-            raise bad_value(_CURRICULUM, True, must, "false, or a loader of your own")
+        """Make the engine's loader, which goes on in another shape where it was."""
         sampler = ElasticBatchSampler(
             len(dataset), engine.train_batch_size(), micro_batch=engine.micro_batch_size, replicas=engine.dp_world_size,
             replica=engine.grid.get_data_parallel_rank(), shuffle=self._settings.shuffle, seed=self._settings.seed,

@@ -271,7 +271,10 @@ class Checkpointer:
         if put is not None:
             given = given._replace(load_optimizer_states=False)
         with self._watchdog.waiting("all ranks to read their files", **_LONG), read_once(engine.checkpoint_engine):
-            path, client_state = load_with_parts(engine, load, *given)
+            try:
+                path, client_state = load_with_parts(engine, load, *given)
+            finally:
+                engine._curr_ckpt_path = None  # or `module_state_dict` would write into the checkpoint that was read
         if put is not None:
             put()
         follow_micro_batch(engine)

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from torch import nn
 
 from ds_terapipe import tensor_files
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.overrides import override
 
@@ -28,6 +29,11 @@ def keep_loss_state(engine: Any) -> None:
 
 def _module_state_dict(engine: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Write the loss's state into the folder of a checkpoint too, from the first replica of the last stage."""
+    if getattr(engine, "_curr_ckpt_path", None) is None:
+        raise ConfigError(
+            "module_state_dict: got a call outside save_checkpoint, as save_16bit_model makes it, must be one within (the weights "
+            "of a pipeline are files of its layers), use save_checkpoint"
+        )
     found, loss, checkpoints = original(*args, **kwargs), engine.module.loss_fn, engine.checkpoint_engine
     path = loss_file(engine.module, engine._curr_ckpt_path)
     if path is not None and engine.is_last_stage() and engine.grid.data_parallel_id == 0:

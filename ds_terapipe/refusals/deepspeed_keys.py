@@ -17,7 +17,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_terapipe.blocks import LARGEST_64, Count, Switch, Whole
 from ds_terapipe.errors import bad_value, shown
-from ds_terapipe.rules import Rule, check
+from ds_terapipe.names import is_on
+from ds_terapipe.rules import Rule, at, check, is_true
 
 _Word = Annotated[str, Field(strict=True)] | None
 _Number = Annotated[float, Field(strict=True, allow_inf_nan=False)] | Switch
@@ -48,6 +49,7 @@ def _no_dtype(value: Any) -> bool:
         return True
 
 
+_CURRICULUM = "data_efficiency.data_sampling.curriculum_learning.enabled"
 _ARGUMENTS = {"optimizer": "optimizer", "scheduler": "lr_scheduler"}
 _DTYPES = "fp32, fp16, bf16 or null"
 
@@ -103,11 +105,23 @@ def check_keys(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         if abs(value) > LARGEST_64:  # rank 0, which alone prints the configuration, fails at one that no float can hold
             raise bad_value(path, value, f"a number of 64 bits, at most {LARGEST_64}", "a smaller one")
     if isinstance(model := arguments.get("model"), PipelineModule):
+        if arguments.get("training_data") is not None:
+            _check_curriculum(config, model.num_pipeline_stages())
         loud, deepspeed_logger.disabled = deepspeed_logger.disabled, True  # it reads the same configuration afterwards
         try:
             _check_reading(config, model)
         finally:
             deepspeed_logger.disabled = loud
+
+
+def _check_curriculum(config: Mapping[str, Any], stages: int) -> None:
+    """Raise for DeepSpeed's sampler of ``training_data`` where it is not asked, or fails at the first batch."""
+    elastic = is_on(config, "elastic_pipeline")
+    if (elastic or stages > 1) and is_true(at(config, _CURRICULUM)):
+        beside, why = "several pipeline stages", "DeepSpeed's sampler hands samples on within the first stage alone"
+        if elastic:
+            beside, why = "elastic_pipeline", "elastic_pipeline.data gives the order of samples"
+        raise bad_value(_CURRICULUM, True, f"false beside {beside} and training_data ({why})", "false, or a loader of your own")
 
 
 def _check_reading(config: Mapping[str, Any], model: PipelineModule) -> None:

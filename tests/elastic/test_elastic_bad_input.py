@@ -58,6 +58,7 @@ MODELS = {
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "replaced": ('optimizer.type: got "Adagrad", must be one that layers can leave', 'use e.g. "AdamW", or zero_optimization'),
     "curriculum": ("data_sampling.curriculum_learning.enabled: got true, must be false beside elastic_pipeline", "use "),
+    "of stages": ("data_sampling.curriculum_learning.enabled: got true, must be false beside several pipeline stages", "use "),
     "stream": ('training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
     "other data": ('training_data: got "2 samples on rank 1 and 1 on rank 0", must be the same on all ranks', "use the whole"),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
@@ -91,6 +92,8 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "stream": refused(training_data=type("Pairs", (IterableDataset,), {"__iter__": iter})(), config={"elastic_pipeline": {}}),
         "other data": refused(training_data=[0] * (1 + rank), config={"elastic_pipeline": {}}),
         "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
+        "of stages": refused(token_pipeline={"slices": 1}, training_data=[0],
+                             config={"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM}),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved

@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_terapipe.pipeline import replicas
 from ds_terapipe.pipeline.autotune import engine_facts
 from ds_terapipe.pipeline.autotune.trials import ROUNDS
-from ds_terapipe.pipeline.recording import layer_times
+from ds_terapipe.pipeline.recording import layer_times, trace
 from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.schedule import Placement
@@ -68,6 +68,14 @@ def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
     return [line for line in said if "slowest stage" in line]
 
 
+def missed() -> list[str]:
+    """Log lines of a run that begins behind the steps of its trace."""
+    said: list[str] = []
+    trace.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
+    assert not trace.TraceFile("trace.json", (1, 2), {}).wants(3)
+    return said
+
+
 def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
     """Of each run losses and its trace's events, what is said of a file that can't be, and of stages and times of layers."""
     losses, paths = [], {name: Path(folder, f"{name}.json") for name in RUNS}
@@ -85,7 +93,7 @@ def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
         "unbalanced": lines_of(unbalanced, measurements_path=costs),
         "from the file": lines_of(unbalanced, measurements_path=costs),
         "balanced": lines_of([Embedding, Block, Slow, Slow, Block, Head]),
-        "checkpointed": lines_of(unbalanced, checkpoint=1),
+        "checkpointed": lines_of(unbalanced, checkpoint=1), "missed": missed(),
     }
     return losses, events, said, lines, MeasuredCost.load(costs).layers
 
@@ -123,6 +131,7 @@ def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(ranks: list[Any]
     assert line.startswith("plan: stages of 2,4 layers would take ")
     assert line.endswith("begin the stages of the PipelineModule at its layers 0, 2 in place of 0, 3")
     assert first["from the file"] == [line] and first["balanced"] == first["checkpointed"] == []
+    assert first["missed"] == ["token_pipeline.trace_steps: got [1, 2], but this run is at step 3 already"]
     assert not any(second.values())
     assert all(0.03 < seconds < 0.04 for seconds in layers.stages[0][1:])
 

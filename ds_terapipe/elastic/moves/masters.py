@@ -97,9 +97,12 @@ def _by_master(members: list[Fragment]) -> list[Fragment]:
 
 
 def _state_of(place: Fragment, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state from that of its master: shares of what is like it."""
+    """Return a parameter's state from that of its master: shares of what is like it, in an order that all ranks know.
+
+    Replicas sum their shares one by one, and DeepSpeed reads universal checkpoints in the order of each rank's folder.
+    """
     found: dict[str, Any] = {}
-    for key, value in state.items():
+    for key, value in sorted(state.items()):
         if _is_like(key, value, place.master):
             found[key] = _share(place, value)
         else:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed
 
 from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.job import Job
 from ds_terapipe.json_files import check_writable
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.observe import Observer
@@ -165,9 +166,10 @@ class TraceFile:
         first, last = self._steps
         if step > last:
             self._done = True
-            logger.warning(
-                "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
-            )
+            if Job.current().is_first:
+                logger.warning(
+                    "token_pipeline.trace_steps: got [%d, %d], but this run is at step %d already", first, last, step
+                )
         return first <= step <= last
 
     def keep(self, events: Sequence[Event]) -> None:
