@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ds_terapipe.blocks import LARGEST_64, Count, Switch, Whole
 from ds_terapipe.errors import bad_value, shown
+from ds_terapipe.overrides import replaced
 from ds_terapipe.rules import Rule, check
 
 _Word = Annotated[str, Field(strict=True)] | None
@@ -103,11 +104,8 @@ def check_keys(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
         if abs(value) > LARGEST_64:  # rank 0, which alone prints the configuration, fails at one that no float can hold
             raise bad_value(path, value, f"a number of 64 bits, at most {LARGEST_64}", "a smaller one")
     if isinstance(model := arguments.get("model"), PipelineModule):
-        loud, deepspeed_logger.disabled = deepspeed_logger.disabled, True  # it reads the same configuration afterwards
-        try:
+        with replaced(deepspeed_logger, disabled=True):  # it reads the same configuration afterwards
             _check_reading(config, model)
-        finally:
-            deepspeed_logger.disabled = loud
 
 
 def _check_reading(config: Mapping[str, Any], model: PipelineModule) -> None:
