@@ -25,7 +25,6 @@ from ds_terapipe.plan.costs.hardware import load_cluster, load_model
 from ds_terapipe.plan.costs.memory import gigabytes
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     add_argument = parser.add_argument

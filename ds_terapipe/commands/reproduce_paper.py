@@ -18,7 +18,6 @@ from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.commands.progress import progress
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument(

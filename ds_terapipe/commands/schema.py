@@ -28,7 +28,6 @@ from ds_terapipe.elastic.settings import ElasticPipelineConfig
 from ds_terapipe.optim.schedules.keys import MixedBatchKeys, WarmupKeys
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("--output", metavar="FILE", help="write the schema to a file, and print nothing")

@@ -16,7 +16,6 @@ from ds_terapipe.elastic.shapes.history import read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("file", metavar="FILE", help="file of elastic_pipeline.history_path")

@@ -24,7 +24,6 @@ from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
 from ds_terapipe.tracing.summary import as_table, summarise
 
 
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="Chrome trace files")

@@ -105,17 +105,15 @@ class ElasticData:
         The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
         equally, every replica evaluates all of them.
         """
-        start = self.start_shape
+        start, alike = self.start_shape, False
         if not self._reads_here and engine.shape != start:
             read = start.micro_batches if micro_batches is None else micro_batches
             of_now = engine.micro_batch_size * engine.dp_world_size
             micro_batches, rest = divmod(read * start.micro_batch * start.replicas, of_now)
             if rest:
-                self._alike, micro_batches = True, read * start.replicas
-        try:
+                alike, micro_batches = True, read * start.replicas
+        with replaced(self, _alike=alike):
             yield micro_batches
-        finally:
-            self._alike = False
 
     def evaluate(self, engine: Any, dataset: Any) -> float:
         """Return the mean loss over a dataset; see ``ElasticPipelineEngine.evaluate``."""

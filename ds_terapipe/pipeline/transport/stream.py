@@ -71,4 +71,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_moved(item, device) for item in value)
     return value
-
