@@ -56,7 +56,7 @@ class CachedStage(Stage):
             run, versions = functools.partial(self._run_whole, number), functools.partial(versions_of, self._functions)
             compute = Compute(run, self._can_start_inside, versions)
             self._whole[number] = cache.outputs(number, whole, compute)
-        self._memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
+        self.memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]
@@ -73,7 +73,7 @@ class CachedStage(Stage):
         self.context.documents_of = {} if documents is None else {micro_batch: documents}
         unit = Unit(micro_batch, 0)
         before = [] if rows is None else plain_attributes(self._functions)  # a pass for a comparison does not count
-        with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self._autocast():
+        with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self.autocast():
             outputs = self.layers(copy_of(inputs), start)  # which may run again from the same
         for module, attributes in before:
             vars(module).update(attributes)
