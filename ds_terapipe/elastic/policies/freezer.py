@@ -42,8 +42,8 @@ class _Rate:
 
     def restarts(self, lr: float) -> bool:
         """Whether a step with this LR is a restart."""
-        # no restart in a warm-up: the LR has not fallen
-        if self.lowest <= _FALLS * self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
+        # no restart in a warm-up, which may begin at 0: the LR has not fallen
+        if self.lowest <= _FALLS * self.highest < self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
             return True
         if lr > self.highest:
             self.highest = self.lowest = lr
