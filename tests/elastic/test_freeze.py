@@ -218,3 +218,5 @@ def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a
 def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):
     losses = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2]
     assert frozen_with([1.0] * 6, [[first, 2]], losses, unfreeze=[unfreeze], interval=interval) == frozen
+    below = [-1.0, -2.0, -2.05, -2.05, -1.9, -2.0]  # a loss that is lower where it is further from zero
+    assert frozen_with([1.0] * 6, [[first, 2]], below, unfreeze=[unfreeze], interval=interval) == frozen
