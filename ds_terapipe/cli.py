@@ -43,8 +43,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name in COMMANDS:
         command = import_module(f"ds_terapipe.commands.{name}")
+        title, description, example = (command.__doc__ or "\n\n\n\n").split("\n\n", 2)  # none with python -OO
         its = commands.add_parser(
-            name.replace("_", "-"), help=command.HELP, description=command.DESCRIPTION, epilog=command.EXAMPLE,
+            name.replace("_", "-"), help=title[:1].lower() + title[1:].removesuffix("."),
+            description=" ".join(description.split()), epilog=example,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )  # fmt: skip
         command.add_arguments(its)

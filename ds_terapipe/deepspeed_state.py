@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ds_terapipe.names import UNUSED
+from ds_terapipe.overrides import replaced
 
 _SLICES = "param_slice_mappings"
 _PARTITIONS = "single_partition_of_fp32_groups"  # of ZeRO, and in files of BF16_Optimizer too
@@ -427,10 +428,5 @@ def groups_filled(wrapper: Any, stand_in: Callable[[list[str]], Absent]) -> Iter
         here = any(p._hp_mapping is not None and names[p] != UNUSED for p in group)
         filled.append(group if here else [stand_in([names[p] for p in group])])
     added = {each: UNUSED for group in filled for each in group if isinstance(each, Absent)}
-    setattr(wrapper, attribute, filled)
-    wrapper.param_names = {**names, **added}
-    try:
+    with replaced(wrapper, **{attribute: filled, "param_names": {**names, **added}}):
         yield
-    finally:
-        setattr(wrapper, attribute, groups)
-        wrapper.param_names = names

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+from ds_terapipe.overrides import replaced
 
 
 @contextmanager
@@ -17,24 +19,12 @@ def dividing_by_its_scale(optimizer: Any) -> Iterator[None]:
     if update is None:
         yield
         return
-    optimizer._update_scale = found.append
-    try:
+    with replaced(optimizer, _update_scale=found.append):
         yield
-    finally:
-        del optimizer._update_scale
     for overflow in found:
         update(overflow)
 
 
-@contextmanager
-def taking_no_step(optimizer: Any) -> Iterator[None]:
+def taking_no_step(optimizer: Any) -> AbstractContextManager[None]:
     """Context manager that disables ``step``: new fp16 wrappers take a step of zeros, which decays and counts."""
-    given = vars(optimizer).get("step")  # patched by a scheduler
-    optimizer.step = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        if given is None:
-            del optimizer.step
-        else:
-            optimizer.step = given
+    return replaced(optimizer, step=lambda *args, **kwargs: None)

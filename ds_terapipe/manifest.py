@@ -24,6 +24,7 @@ from zlib_ng import zlib_ng
 from ds_terapipe import tensor_files
 from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.names import ELASTIC_STATE, KEYS, MANIFEST
+from ds_terapipe.overrides import replaced
 
 _VERSION = 2
 _BLOCK = 1 << 20  # stays in a core's cache between reading and summing
@@ -125,11 +126,8 @@ def saving(writer: Any) -> Iterator[Saved]:
             )
             found.error.__cause__ = problem
 
-    writer.save = saved
-    try:
+    with replaced(writer, save=saved):
         yield found
-    finally:
-        del writer.save
 
 
 def entries_of(saved: Iterable[Path], folder: Path) -> dict[str, Entry]:

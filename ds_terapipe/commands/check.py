@@ -1,4 +1,15 @@
-"""``ds_terapipe check``: the memory of a launch, or its error, without a cluster."""
+"""Print the memory of each stage of a launch, or its error, without a GPU.
+
+Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, gradients, optimiser,
+activations and peak of each stage, and the plan.
+
+example:
+  ds_terapipe check --world 64 -- train.py --num-layers 40 --deepspeed_config ds_config.json
+  ds_terapipe check --ds-config ds_config.json --world 16 --seq-length 2048 -- my_train.py
+  ds_terapipe check --ds-config ds_config.json --world 64 --model gpt3-13b --stages 8 --tensor-parallel 8
+
+The script runs unchanged up to its engine, once for each distinct rank. It needs no device, cluster, hostfile or data.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +23,6 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.plan.costs.hardware import load_cluster, load_model
 from ds_terapipe.plan.costs.memory import gigabytes
-
-HELP = "print the memory of each stage of a launch, or its error, without a GPU"
-DESCRIPTION = (
-    "Build each distinct rank of a launch on tensors without memory. Print layers, parameters, weights, "
-    "gradients, optimiser, activations and peak of each stage, and the plan."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe check --world 64 -- train.py --num-layers 40 --deepspeed_config ds_config.json
-  ds_terapipe check --ds-config ds_config.json --world 16 --seq-length 2048 -- my_train.py
-  ds_terapipe check --ds-config ds_config.json --world 64 --model gpt3-13b --stages 8 --tensor-parallel 8
-
-The script runs unchanged up to its engine, once for each distinct rank. It needs no device, cluster, hostfile or data.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

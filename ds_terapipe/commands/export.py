@@ -1,4 +1,12 @@
-"""``ds_terapipe export``: a pipeline's checkpoint as a folder of a Hugging Face model."""
+"""Turn a checkpoint of a Hugging Face pipeline into a folder for from_pretrained.
+
+Turn a checkpoint of a pipeline of ds_terapipe.hf.pipeline into a folder that AutoModelForCausalLM.from_pretrained
+loads. Stages, replicas and ZeRO-1 may be any.
+
+example:
+  ds_terapipe export checkpoints/global_step100 model --dtype bf16
+  ds_terapipe export checkpoints model                                 the latest
+"""
 
 from __future__ import annotations
 
@@ -8,16 +16,6 @@ from pathlib import Path
 from ds_terapipe.commands.output import show
 from ds_terapipe.errors import ConfigError
 
-HELP = "turn a checkpoint of a Hugging Face pipeline into a folder for from_pretrained"
-DESCRIPTION = (
-    "Turn a checkpoint of a pipeline of ds_terapipe.hf.pipeline into a folder that "
-    "AutoModelForCausalLM.from_pretrained loads. Stages, replicas and ZeRO-1 may be any."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe export checkpoints/global_step100 model --dtype bf16
-  ds_terapipe export checkpoints model                                 the latest
-"""
 _TYPES = ("fp32", "bf16", "fp16")
 
 

@@ -1,4 +1,16 @@
-"""``ds_terapipe plan``: the fastest slices and schedule, before or after a cluster is there."""
+"""Choose the fastest slices and schedule for a model, a cluster and a batch.
+
+Choose slices and schedule by simulation, within the memory of a device. Print the plan above the alternatives that are
+slower: other slices, stages and micro-batches, interleaving, tensor parallelism.
+
+example:
+  ds_terapipe plan --model gpt3-13b --cluster p3.16xlarge --stages 40 --tensor-parallel 8 --sequences 8
+  ds_terapipe plan --ds-config ds_config.json --measured costs.json --output plan.json
+  ds_terapipe plan --ds-config ds_config.json --model model.json --stages 8 --memory-gb 12 --json -
+  ds_terapipe plan --model gpt3-1b --stages 8 --sequences 8 --frozen 8,16      shapes of an elastic_pipeline
+
+A training runs by the file of --output with "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +27,6 @@ from ds_terapipe.commands.planning.several import choose_placed, placed, read_pl
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.plan.result import Plan, compact, seconds_text
 
-HELP = "choose the fastest slices and schedule for a model, a cluster and a batch"
-DESCRIPTION = (
-    "Choose slices and schedule by simulation, within the memory of a device. Print the plan above the "
-    "alternatives that are slower: other slices, stages and micro-batches, interleaving, tensor parallelism."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe plan --model gpt3-13b --cluster p3.16xlarge --stages 40 --tensor-parallel 8 --sequences 8
-  ds_terapipe plan --ds-config ds_config.json --measured costs.json --output plan.json
-  ds_terapipe plan --ds-config ds_config.json --model model.json --stages 8 --memory-gb 12 --json -
-  ds_terapipe plan --model gpt3-1b --stages 8 --sequences 8 --frozen 8,16      shapes of an elastic_pipeline
-
-A training runs by the file of --output with "token_pipeline": {"slices": "auto", "plan_path": "plan.json"}.
-"""
 _SIZES = 6  # of micro-batches that are compared with the given one
 _WORTH = 0.001  # a gain that is worth a line
 

@@ -1,4 +1,16 @@
-"""``ds_terapipe prepare-data``: Megatron datasets from texts."""
+"""Write Megatron .bin and .idx files from text files or JSON lines.
+
+Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. Without --tokenizer a token
+is a byte, and token 256 ends a document. --vocab-size is then 257.
+
+example:
+  ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
+  ds_terapipe prepare-data --input book.txt notes/ --output-prefix data/books
+  deepspeed train.py --data-path data/books --vocab-size 257
+  ds_terapipe prepare-data --input web.jsonl --tokenizer tokenizer.json --append-eod --workers 8 --output-prefix data/web
+  ds_terapipe prepare-data --split-sentences --output-prefix data/sentences
+  deepspeed train.py --model bert --data-path data/sentences
+"""
 
 from __future__ import annotations
 
@@ -10,27 +22,11 @@ from pathlib import Path
 from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.commands.preparing.dataset import write_dataset
 from ds_terapipe.commands.preparing.texts import Reader, pieces_of
-from ds_terapipe.commands.preparing.tokens import BYTE_VOCABULARY, END_OF_DOCUMENT, LONGEST_SENTENCE, encoding_of
+from ds_terapipe.commands.preparing.tokens import LONGEST_SENTENCE, encoding_of
 from ds_terapipe.commands.progress import progress
 from ds_terapipe.errors import ConfigError, bad_value
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-HELP = "write Megatron .bin and .idx files from text files or JSON lines"
-DESCRIPTION = (
-    "Write a Megatron dataset. A document is a text file, or the text in a line of a .jsonl file. "
-    f"Without --tokenizer a token is a byte, and token {END_OF_DOCUMENT} ends a document. --vocab-size is then "
-    f"{BYTE_VOCABULARY}."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe prepare-data --output-prefix data/python      the sources of Python's standard library
-  ds_terapipe prepare-data --input book.txt notes/ --output-prefix data/books
-  deepspeed train.py --data-path data/books --vocab-size 257
-  ds_terapipe prepare-data --input web.jsonl --tokenizer tokenizer.json --append-eod --workers 8 --output-prefix data/web
-  ds_terapipe prepare-data --split-sentences --output-prefix data/sentences
-  deepspeed train.py --model bert --data-path data/sentences
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

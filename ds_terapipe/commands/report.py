@@ -1,4 +1,13 @@
-"""``ds_terapipe report``: installed versions, the state of the hook, and usable ops."""
+"""Show versions, the hook on DeepSpeed, ops, and files of killed launches.
+
+Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and missing private
+names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and DeepSpeed's
+buffers in shared memory.
+
+example:
+  ds_terapipe report
+  ds_terapipe report --json report.json
+"""
 
 from __future__ import annotations
 
@@ -24,17 +33,6 @@ from ds_terapipe.commands.progress import progress
 from ds_terapipe.shared_memory import left_behind
 from ds_terapipe.version import __version__
 
-HELP = "show versions, the hook on DeepSpeed, ops, and files of killed launches"
-DESCRIPTION = (
-    "Show the installed versions, the state of the hook on deepspeed.initialize and of compiled ops, and "
-    "missing private names of DeepSpeed and Megatron. List files that killed launches have left: locks of compilations, and "
-    "DeepSpeed's buffers in shared memory."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe report
-  ds_terapipe report --json report.json
-"""
 PACKAGES = ("torch", "deepspeed", "megatron-core", "pybind11", "ninja")
 
 # Asked of a fresh interpreter, in which nothing but PyTorch's entry point can have set the hook.

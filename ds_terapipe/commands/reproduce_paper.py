@@ -1,4 +1,14 @@
-"""``ds_terapipe reproduce-paper``: TeraPipe's published figures beside the simulator's for the same settings."""
+"""Simulate the ten settings of the TeraPipe paper beside their published times.
+
+Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal ones, and
+with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure with the
+paper's slices is a prediction.
+
+example:
+  ds_terapipe reproduce-paper
+  ds_terapipe reproduce-paper --uncalibrated           from the datasheets alone
+  ds_terapipe reproduce-paper --json paper.json
+"""
 
 from __future__ import annotations
 
@@ -6,19 +16,6 @@ import argparse
 
 from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.commands.progress import progress
-
-HELP = "simulate the ten settings of the TeraPipe paper beside their published times"
-DESCRIPTION = (
-    "Simulate the settings of the TeraPipe paper (ICML 2021) without slices, with the paper's slices, with equal "
-    "ones, and with our best ones. At most seven figures without slices or with equal ones calibrate the model. Each figure "
-    "with the paper's slices is a prediction."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe reproduce-paper
-  ds_terapipe reproduce-paper --uncalibrated           from the datasheets alone
-  ds_terapipe reproduce-paper --json paper.json
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,11 @@
-"""``ds_terapipe same-loss``: a launch twice, with our keys and without, and the difference of the losses."""
+"""Run a launch with our keys and without, and compare the losses.
+
+Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare the losses.
+Dropout and gradient_clipping must be 0, and both runs must read the same data.
+
+example:
+  ds_terapipe same-loss -- deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
+"""
 
 from __future__ import annotations
 
@@ -18,15 +25,6 @@ from ds_terapipe.commands.output import check_positive, show
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import SAME_LOSS
 
-HELP = "run a launch with our keys and without, and compare the losses"
-DESCRIPTION = (
-    "Run a launch on this machine twice for a few steps, with our keys and with the keys disabled. Compare "
-    "the losses. Dropout and gradient_clipping must be 0, and both runs must read the same data."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe same-loss -- deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
-"""
 _SHOWN = 30  # lines of a launch that failed
 
 

@@ -1,4 +1,14 @@
-"""``ds_terapipe schema``: the JSON schema of our keys in ``ds_config.json``, for editors."""
+"""Print the JSON schema of our keys in ds_config.json, for editors.
+
+Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no rules between
+keys: a training checks them at its start.
+
+example:
+  ds_terapipe schema                                        print the schema
+  ds_terapipe schema --output ds_config.schema.json         write a file for an editor
+
+VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]} in its settings.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +26,6 @@ from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.docstrings import entries, summary
 from ds_terapipe.elastic.settings import ElasticPipelineConfig
 from ds_terapipe.optim.schedules.keys import MixedBatchKeys, WarmupKeys
-
-HELP = "print the JSON schema of our keys in ds_config.json, for editors"
-DESCRIPTION = (
-    "Print a JSON schema of this package's keys in ds_config.json. It accepts DeepSpeed's own keys. It has no "
-    "rules between keys: a training checks them at its start."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe schema                                        print the schema
-  ds_terapipe schema --output ds_config.schema.json         write a file for an editor
-
-VS Code reads it with {"json.schemas": [{"fileMatch": ["ds_config*.json"], "url": "./ds_config.schema.json"}]} in its settings.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

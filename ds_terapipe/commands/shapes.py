@@ -1,4 +1,11 @@
-"""``ds_terapipe shapes``: which shape a training had at which step, from the file of ``elastic_pipeline.history_path``."""
+"""Print or draw the shapes of an elastic pipeline.
+
+Print or draw the shapes of a training with elastic_pipeline, with the layers of each process.
+
+example:
+  ds_terapipe shapes history.jsonl                          steps, shapes, layers of each process
+  ds_terapipe shapes history.jsonl --output shapes.svg
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,6 @@ import argparse
 from ds_terapipe.commands.output import show, write_text
 from ds_terapipe.elastic.shapes.history import read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
-
-HELP = "print or draw the shapes of an elastic pipeline"
-DESCRIPTION = "Print or draw the shapes of a training with elastic_pipeline, with the layers of each process."
-EXAMPLE = """\
-example:
-  ds_terapipe shapes history.jsonl                          steps, shapes, layers of each process
-  ds_terapipe shapes history.jsonl --output shapes.svg
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,14 @@
-"""``ds_terapipe simulate``: a step on paper: times, bubble, memory, its picture, and schedules under each other."""
+"""Time, draw and compare schedules.
+
+Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its memory. Without
+costs, a sequence takes 1 forward and 2 backward on each stage.
+
+example:
+  ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         without costs
+  ds_terapipe simulate --model gpt3-175b --stages 48 --tensor-parallel 8 --sequences 2 --slices 128x16
+  ds_terapipe simulate --plan plan.json --measured costs.json --trace predicted.json          opens in Perfetto
+  ds_terapipe simulate --model gpt3-13b --stages 8 --tensor-parallel 8 --sequences 8 --compare --picture compare.svg
+"""
 
 from __future__ import annotations
 
@@ -21,18 +31,6 @@ from ds_terapipe.schedule.orders import INTERLEAVED
 from ds_terapipe.schedule.placement import row_word
 from ds_terapipe.tracing.chrome import events_of, write
 
-HELP = "time, draw and compare schedules"
-DESCRIPTION = (
-    "Simulate the actions that the engine executes. Print the time of a step, the parts of its bubble and its "
-    "memory. Without costs, a sequence takes 1 forward and 2 backward on each stage."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe simulate --stages 4 --micro-batches 4 --slices 4 --picture timeline.svg         without costs
-  ds_terapipe simulate --model gpt3-175b --stages 48 --tensor-parallel 8 --sequences 2 --slices 128x16
-  ds_terapipe simulate --plan plan.json --measured costs.json --trace predicted.json          opens in Perfetto
-  ds_terapipe simulate --model gpt3-13b --stages 8 --tensor-parallel 8 --sequences 8 --compare --picture compare.svg
-"""
 _RULE = "a number of equal slices, or lengths in tokens"
 _UNIT_SLICES = 4
 DEFAULT_SCHEDULE = "1f1b"

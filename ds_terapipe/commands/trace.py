@@ -1,4 +1,13 @@
-"""``ds_terapipe trace``: summary of a trace, its picture, and several traces in one file."""
+"""Summarise, draw and merge traces.
+
+Print each stage's time of computing, of waiting for each other stage, and its bubble. token_pipeline.trace_path and
+`ds_terapipe simulate` with --trace write traces.
+
+example:
+  ds_terapipe trace trace.json                                       per stage: busy, bubble, waits
+  ds_terapipe trace trace.json --step 4 --picture step4.svg
+  ds_terapipe trace trace.json predicted.json --merged both.json     measured and predicted in one file for Perfetto
+"""
 
 from __future__ import annotations
 
@@ -13,18 +22,6 @@ from ds_terapipe.schedule import Action, Panel, timelines_svg
 from ds_terapipe.schedule.replay import Interval
 from ds_terapipe.tracing.chrome import PREDICTED, Event, read, write
 from ds_terapipe.tracing.summary import as_table, summarise
-
-HELP = "summarise, draw and merge traces"
-DESCRIPTION = (
-    "Print each stage's time of computing, of waiting for each other stage, and its bubble. "
-    "token_pipeline.trace_path and `ds_terapipe simulate` with --trace write traces."
-)
-EXAMPLE = """\
-example:
-  ds_terapipe trace trace.json                                       per stage: busy, bubble, waits
-  ds_terapipe trace trace.json --step 4 --picture step4.svg
-  ds_terapipe trace trace.json predicted.json --merged both.json     measured and predicted in one file for Perfetto
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from ds_terapipe.elastic.cache.session import CacheSession
+from ds_terapipe.elastic.cache.stage import CachedStage
 from ds_terapipe.elastic.changing import Change, Mover, check_changeable
 from ds_terapipe.elastic.checkpoints import ElasticCheckpointer
 from ds_terapipe.elastic.data import ElasticData
@@ -89,7 +90,7 @@ class ElasticController(Controller):
 
     def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
         """Return the factory of the model's first stage: a cached one if it is frozen."""
-        return self.caching.first_stage(engine, placement)
+        return partial(CachedStage, session=self.caching) if self.caching.serves(engine, placement) else Stage
 
     def start(self, engine: Any) -> None:
         """Make the parts that need a built engine; collective.
@@ -146,7 +147,7 @@ class ElasticController(Controller):
         consensus, before, held = engine._consensus, engine.shape, state_bytes(engine, engine._consensus)
         consensus.together(lambda: check_changeable(engine))
         changed = self.mover.apply(engine, change, step is not None and engine._trace.wants(step + 1))
-        freed, sent = (int(sum(consensus.collect(float(each)))) for each in (changed.freed, changed.sent))
+        freed, sent = (int(sum(consensus.gather(float(each)))) for each in (changed.freed, changed.sent))
         fullest = held, state_bytes(engine, consensus)
         engine._trace.describe(stages=engine.num_stages, frozen_layers=self.freezing.frozen)
         if self._selector is not None:

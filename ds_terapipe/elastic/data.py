@@ -18,6 +18,7 @@ from ds_terapipe.errors import bad_value
 from ds_terapipe.job import Job
 from ds_terapipe.optim.schedules.mixed_batch import MixedBatch, set_batch
 from ds_terapipe.optim.schedules.phases import micro_batch_sizes
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
 logger = logging.getLogger(__name__)
@@ -93,25 +94,22 @@ class ElasticData:
         The ranks of the starting shape read the same number of micro-batches as there. If these cannot be divided
         equally, every replica evaluates all of them.
         """
-        start = self.start_shape
+        start, alike = self.start_shape, False
         if not self._reads_here and engine.shape != start:
             read = start.micro_batches if micro_batches is None else micro_batches
             of_now = engine.micro_batch_size * engine.dp_world_size
             micro_batches, rest = divmod(read * start.micro_batch * start.replicas, of_now)
             if rest:
-                self._alike, micro_batches = True, read * start.replicas
-        try:
+                alike, micro_batches = True, read * start.replicas
+        with replaced(self, _alike=alike):
             yield micro_batches
-        finally:
-            self._alike = False
 
     def evaluate(self, engine: Any, dataset: Any) -> float:
         """Return the mean loss over a dataset; see ``ElasticPipelineEngine.evaluate``."""
         samples = agree_on(engine._consensus, "evaluate", dataset)
         replica, total = engine.grid.get_data_parallel_rank(), 0.0
         read, count = MicroBatches(dataset, engine.collate_fn, self._settings.seed), engine.micro_batches
-        self._reads_here = True
-        try:
+        with replaced(self, _reads_here=True):
             for weight, parts in evaluation_micro_batches(
                 samples, engine.micro_batch_size, engine.dp_world_size, replica
             ):
@@ -119,8 +117,6 @@ class ElasticData:
                     some = parts[first : first + count]
                     batches = (read[part[0], part] for part in some)
                     total += float(engine.eval_batch(batches, num_micro_batches=len(some))) * weight * len(some)
-        finally:
-            self._reads_here = False
         return total / samples
 
     # ----------------------------------------------------------------------------------------------------------- changes

@@ -59,7 +59,7 @@ class LayerFreezing:
         asked, consensus, signals = self._settings.unfreeze, engine._consensus, None
         if asked:
             # groups of some stages may have other rates
-            lr = max(consensus.collect(_highest_lr(engine.basic_optimizer))) if LR_RESTART in asked else 0.0
+            lr = max(consensus.gather(_highest_lr(engine.basic_optimizer))) if LR_RESTART in asked else 0.0
             signals = Signals(lr, self._take_losses)
         decide = partial(self.freezer.decide, step, partial(self.norms.take, consensus), signals)
         frozen = self._same_everywhere(consensus, decide) if self.freezer.is_users else decide()
@@ -74,7 +74,7 @@ class LayerFreezing:
             ConfigError: on every rank, where they differ; else the policy's own error, on every rank.
         """
         decided = consensus.together(decide)
-        said = [int(entries) for entries in consensus.collect(decided)]
+        said = [int(entries) for entries in consensus.gather(decided)]
         rank = next((rank for rank, entries in enumerate(said) if entries != said[0]), None)
         if rank is not None:
             raise ConfigError(

@@ -255,8 +255,6 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to each tensor, and to each list of texts or numbers."""
     if isinstance(value, Tensor) or _is_list(value):
         return function(value)
-    if isinstance(value, _OfAll):
-        return _OfAll(_map(value.leaf, function))
     if isinstance(value, (Mapping, tuple, list)):
         return _with(value, (_map(item, function) for item in _entries(value)))
     return value

@@ -194,16 +194,6 @@ class MicroBatches:
         return self._collate([self._dataset[index] for index in samples] if several is None else several(list(samples)))
 
 
-class _Placed(Sampler[tuple[int, list[int]]]):
-    """Keys of `MicroBatches`."""
-
-    def __init__(self, sampler: ElasticBatchSampler) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        return self._sampler.placed()
-
-
 class ElasticLoader:
     """Micro-batches of a dataset for this replica, without end: iterable and iterator, the same object in every shape.
 
@@ -227,15 +217,10 @@ class ElasticLoader:
         self.sampler = sampler
         self._random = torch.Generator()
         read: Any = MicroBatches(dataset, collate_fn, sampler.order.seed)
-        self._loader = DataLoader[Any](
-            read,
-            batch_size=None,
-            sampler=_Placed(sampler),
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=self._random,
-        )
+        self._loader = partial(
+            DataLoader[Any], read, batch_size=None, collate_fn=_as_it_is, num_workers=num_workers,
+            pin_memory=pin_memory, generator=self._random,
+        )  # fmt: skip
         self._iterator: Iterator[Any] | None = None
         self._closed = False
 
@@ -248,7 +233,8 @@ class ElasticLoader:
         if self._iterator is None:
             # seeds of workers, of which a dataset may make generators of its own
             self._random.manual_seed(mixed(self.sampler.order.seed, self.sampler.consumed, self.sampler.replica))
-            self._iterator = iter(self._loader)
+            keys: Any = self.sampler.placed()
+            self._iterator = iter(self._loader(sampler=keys))
         return next(self._iterator)
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from os.path import relpath
 from pathlib import Path
@@ -20,6 +20,7 @@ from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.job import RankFailed, error_of
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE, HF_FOLDER, HF_NAMES, MANIFEST, PLACED_STATE
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.autotune.engine_facts import follow_micro_batch
 from ds_terapipe.pipeline.loss_state import loss_file
 from ds_terapipe.pipeline.parameter_groups import names_in
@@ -340,8 +341,7 @@ class Checkpointer:
         return Path(folder) / str(tag)
 
 
-@contextmanager
-def read_once(reader: Any) -> Iterator[None]:
+def read_once(reader: Any) -> AbstractContextManager[None]:
     """Context manager that caches files between two successive reads by DeepSpeed."""
     load = reader.load
     last: dict[Any, Any] = {}
@@ -352,11 +352,7 @@ def read_once(reader: Any) -> Iterator[None]:
         last.clear()
         return last.setdefault(path, load(path, *args, **kwargs))
 
-    reader.load = loaded
-    try:
-        yield
-    finally:
-        del reader.load
+    return replaced(reader, load=loaded)
 
 
 def tag_of(folder: str | Path, tag: str | None, key: str = KEY, file: str = LATEST) -> str | None:

@@ -58,8 +58,6 @@ class PipelineRuntime:
         links: links to the stages of other places.
         watchdog: times and bounds the waits.
         channels: process groups of the links, which `close` destroys.
-        memory, autocast, streams: those of the stages.
-        shares: ranks that share the tokens of a slice; None: each has all of them.
     """
 
     def __init__(
@@ -69,18 +67,14 @@ class PipelineRuntime:
         links: Links,
         watchdog: Watchdog,
         channels: Mapping[Channel, Any] = MappingProxyType({}),
-        memory: StepMemory | None = None,
-        autocast: Autocast = nullcontext,
-        streams: RandomStreams | None = None,
-        shares: TokenShares | None = None,
     ) -> None:
-        self.shares = shares
         self.view, self.placement, self.stages, self.links = view, view.placement, stages, links
-        self.memory = memory if memory is not None else StepMemory()
-        self.autocast = autocast
+        first = next(iter(stages.values()))  # these are the same for all stages of a place
+        self.memory, self.autocast = first.memory, first.autocast
+        self.shares, self._streams = first.context.shares, first.context.streams
         self.live = LiveUnits()
         self.interception: Interception | None = None
-        self._watchdog, self._channels, self._streams = watchdog, channels, streams
+        self._watchdog, self._channels = watchdog, channels
         self._deferring: tuple[int, ...] | None = None
         self._observers: list[Observer] = []  # of the present step
         self._batch = StepBatch()
@@ -133,7 +127,7 @@ class PipelineRuntime:
             stages[number].context.shares = shares
         channels = open_channels(placement, pipelines, watchdog, device)
         links = Links(view, channels, device, watchdog, watchdog.job.host_group if host_group is None else host_group)
-        return cls(view, stages, links, watchdog, channels, memory, autocast, streams, shares)
+        return cls(view, stages, links, watchdog, channels)
 
     def intercept(self) -> None:
         """Make attention run slices, and layers defer weight gradients; engines that never cut do not call this."""

@@ -84,9 +84,9 @@ class Stage:
         self.written: list[str] = []  # statistics that its layers write in every slice, as the inspection has found
         self.weight_gradients = WeightGradients()
         self.losses: StepLosses | None = None  # losses of the step, on the last stage
-        self._gradients, self._autocast = gradients, autocast
-        self._memory = memory if memory is not None else StepMemory()
-        self.layers.keeping = self._memory.checkpointed
+        self._gradients, self.autocast = gradients, autocast
+        self.memory = memory if memory is not None else StepMemory()
+        self.layers.keeping = self.memory.checkpointed
         self._batch = StepBatch()
         # parameters whose gradients are summed, in the present step: a walk over all modules is long beside an action
         self._summed: list[nn.Parameter] = []
@@ -123,25 +123,25 @@ class Stage:
             for tensor in as_tuple(inputs):  # else autograd would not run the first checkpoint's recomputation
                 tensor.requires_grad_(tensor.is_floating_point())
             kept = ()  # their gradients are not needed
-        measured = self._memory.forward(self.number, span)
-        with torch.set_grad_enabled(trains), self.context.forward(unit, span), self._autocast(), measured:
+        measured = self.memory.forward(self.number, span)
+        with torch.set_grad_enabled(trains), self.context.forward(unit, span), self.autocast(), measured:
             outputs = self.layers(aliases(inputs))
         if not torch.is_grad_enabled():
             checkpointing.reset()  # as in DeepSpeed: no backward pass frees the buffers of its checkpoints
         waiting: tuple[Sequence[Tensor], Sequence[Tensor]] = as_tuple(outputs), ()
         if self.losses is not None:
-            with self._memory.saving():
+            with self.memory.saving():
                 self.losses.add(unit, outputs)
             waiting = self.losses.waiting(unit)
         elif trains:
             self._outputs[unit] = outputs
         received = as_tuple(inputs) if self.number > 0 else ()
-        self._memory.kept(
+        self.memory.kept(
             self.number, (*received, *waiting[0]), waiting[1], lambda: self.context.buffers(unit.micro_batch)
         )
         complete = self._batch.is_last_slice(unit)
         if complete:
-            self._memory.buffers(self.number, self.context.buffers(unit.micro_batch))
+            self.memory.buffers(self.number, self.context.buffers(unit.micro_batch))
         if trains:
             self._inputs[unit] = kept
         elif complete:
@@ -171,7 +171,7 @@ class Stage:
                 else:
                     outputs = [t for t in as_tuple(self._outputs.pop(unit)) if t.requires_grad]
                     torch.autograd.backward(outputs, gradients)
-        self._memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._summed))
+        self.memory.gradient_sums(self.number, lambda: self._gradients.summed_bytes(self._summed))
         if last:
             self.context.release(unit.micro_batch)
         inputs = [t for t in as_tuple(self._inputs.pop(unit)) if t.requires_grad]
@@ -185,7 +185,7 @@ class Stage:
         if not last:
             self._making[micro_batch] = made
         of = None if group == ALL else (lambda weight: self.layers.layer_of(weight) in layers)
-        made_here = self._memory.weight_gradients(self.number, self.weight_gradients)
+        made_here = self.memory.weight_gradients(self.number, self.weight_gradients)
         with self._gradients.around(self._summed, first, last), made_here:
             self.weight_gradients.make(micro_batch, first_slice, of)
 

@@ -18,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ds_terapipe.blocks import LARGEST_64, Count, Switch, Whole
 from ds_terapipe.errors import bad_value, shown
 from ds_terapipe.names import is_on
+from ds_terapipe.overrides import replaced
 from ds_terapipe.rules import Rule, at, check, is_true
 
 _Word = Annotated[str, Field(strict=True)] | None
@@ -107,11 +108,8 @@ def check_keys(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     if isinstance(model := arguments.get("model"), PipelineModule):
         if arguments.get("training_data") is not None:
             _check_curriculum(config, model.num_pipeline_stages())
-        loud, deepspeed_logger.disabled = deepspeed_logger.disabled, True  # it reads the same configuration afterwards
-        try:
+        with replaced(deepspeed_logger, disabled=True):  # it reads the same configuration afterwards
             _check_reading(config, model)
-        finally:
-            deepspeed_logger.disabled = loud
 
 
 def _check_curriculum(config: Mapping[str, Any], stages: int) -> None:
@@ -121,7 +119,9 @@ def _check_curriculum(config: Mapping[str, Any], stages: int) -> None:
         beside, why = "several pipeline stages", "DeepSpeed's sampler hands samples on within the first stage alone"
         if elastic:
             beside, why = "elastic_pipeline", "elastic_pipeline.data gives the order of samples"
-        raise bad_value(_CURRICULUM, True, f"false beside {beside} and training_data ({why})", "false, or a loader of your own")
+        raise bad_value(
+            _CURRICULUM, True, f"false beside {beside} and training_data ({why})", "false, or a loader of your own"
+        )
 
 
 def _check_reading(config: Mapping[str, Any], model: PipelineModule) -> None:

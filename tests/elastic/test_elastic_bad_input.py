@@ -92,8 +92,11 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "stream": refused(training_data=type("Pairs", (IterableDataset,), {"__iter__": iter})(), config={"elastic_pipeline": {}}),
         "other data": refused(training_data=[0] * (1 + rank), config={"elastic_pipeline": {}}),
         "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
-        "of stages": refused(token_pipeline={"slices": 1}, training_data=[0],
-                             config={"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM}),
+        "of stages": refused(
+            token_pipeline={"slices": 1},
+            training_data=[0],
+            config={"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM},
+        ),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved

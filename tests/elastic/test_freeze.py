@@ -191,7 +191,8 @@ def frozen_with(rates: list[float], pairs: list[list[int]], losses: Sequence[flo
     ([1, 1, 0.5, 0.4, 1, 1], [0, 2, 2, 2, 0, 0]),  # a warm restart
     ([1, 1, 0.5, 0.0, 0.1, 1], [0, 2, 2, 2, 0, 0]),  # a phase that is ramped from zero
     ([1, 1, 0.5, 0.0, 0.0, 0.0], [0, 2, 2, 2, 2, 2]),  # an end at zero is none
-    ([0, 0.2, 0.4, 0.8, 1, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a warm-up
+    ([0, 0.2, 0.4, 0.8, 1, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a warm-up, or one that begins with two steps at zero
+    ([0, 0, 0.2, 0.4, 0.8, 0.9], [0, 2, 2, 2, 2, 2]),
     ([1, 1, 0.8, 0.9, 0.7, 0.9], [0, 2, 2, 2, 2, 2]),  # nor is a little up and down
     ([1, 0.5, 0.25, 0.125, 0.06, 0.03], [0, 2, 2, 2, 2, 2]),  # nor steps down
 ])  # fmt: skip
@@ -217,3 +218,5 @@ def test_a_schedule_has_fewer_frozen_only_where_it_may_and_freezes_again_after_a
 def test_a_loss_above_the_lowest_of_an_interval_has_all_train_again(first, unfreeze, interval, frozen):
     losses = [9.0, 4.0, 4.1, 4.1, 4.4, 4.2]
     assert frozen_with([1.0] * 6, [[first, 2]], losses, unfreeze=[unfreeze], interval=interval) == frozen
+    below = [-1.0, -2.0, -2.05, -2.05, -1.9, -2.0]  # a loss that is lower where it is further from zero
+    assert frozen_with([1.0] * 6, [[first, 2]], below, unfreeze=[unfreeze], interval=interval) == frozen

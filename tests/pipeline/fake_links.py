@@ -74,7 +74,7 @@ def assemblies(
                 number, layers[first:stop], first, module=parent, trains=trains, gradients=gradients, streams=own
             )
         view: Any = RankView(placement, place, ranks)
-        found.append(PipelineRuntime(view, stages, queues, _NOBODY, streams=own))  # type: ignore[arg-type]
+        found.append(PipelineRuntime(view, stages, queues, _NOBODY))  # type: ignore[arg-type]
     return found
 
 

@@ -54,7 +54,7 @@ def two_jobs(rank: int) -> list[Any]:
     others, until = list[int](), time.monotonic() + 30.0
     while not others and time.monotonic() < until:  # a position is written without waiting, and read before its rank closes
         others = sorted(watchdog._positions.of_others() or {})
-    told = [job.together(lambda: rank), consensus.gather(rank), consensus.collect(rank), str(error)]
+    told = [job.together(lambda: rank), consensus.gather(rank), str(error)]
     watchdog.close()
     close_groups([consensus.group, job.group])
     return [{*rounds}, *told, others]
@@ -83,4 +83,4 @@ def test_two_jobs_of_one_launch_agree_at_the_same_time(opened):
     for rank, found in enumerate(opened):
         first, other = rank // 2 * 2, rank ^ 1
         error = ("None", "None", "rank 3 failed: KeyError: 'x'", "'x'")[rank]
-        assert found["two jobs"] == [{first}, rank, [first, first + 1], [first, first + 1], error, [other]]
+        assert found["two jobs"] == [{first}, rank, [first, first + 1], error, [other]]

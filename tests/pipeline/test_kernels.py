@@ -199,7 +199,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize(("given", "flash", "efficient", "wanted"), CHOICES.values(), ids=CHOICES)
-def test_the_choice_on_cuda(given, flash, efficient, wanted):
+def test_the_choice_on_cuda(given, flash, efficient, wanted, monkeypatch):
     given = {"kv_heads": 4, "d": 64, "call": Call(0.0, None), "mask": None} | given
 
     def can(answer, grouped, params):
@@ -211,8 +211,9 @@ def test_the_choice_on_cuda(given, flash, efficient, wanted):
 
     q, k = torch.zeros(1, 4, 8, given["d"]), torch.zeros(1, given["kv_heads"], 24, given["d"])
     v = k if "value" not in given else k[..., : given["value"]]
-    asked = partial(can, flash, True), partial(can, efficient, False)
-    assert kernels.choose_on_cuda(q, k, v, given["mask"], given["call"], *asked) is wanted
+    monkeypatch.setattr(kernels, "can_use_flash_attention", partial(can, flash, True))
+    monkeypatch.setattr(kernels, "can_use_efficient_attention", partial(can, efficient, False))
+    assert kernels.choose_on_cuda(q, k, v, given["mask"], given["call"]) is wanted
 
 
 @pytest.mark.parametrize("dtype", HALVES)

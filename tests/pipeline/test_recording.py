@@ -93,7 +93,8 @@ def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
         "unbalanced": lines_of(unbalanced, measurements_path=costs),
         "from the file": lines_of(unbalanced, measurements_path=costs),
         "balanced": lines_of([Embedding, Block, Slow, Slow, Block, Head]),
-        "checkpointed": lines_of(unbalanced, checkpoint=1), "missed": missed(),
+        "checkpointed": lines_of(unbalanced, checkpoint=1),
+        "missed": missed(),
     }
     return losses, events, said, lines, MeasuredCost.load(costs).layers
 

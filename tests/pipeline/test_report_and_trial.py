@@ -52,7 +52,7 @@ def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.Monke
         _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=1, dp_world_size=1,
         train_micro_batch_size_per_gpu=lambda: 1,
         _runtime=SimpleNamespace(links=SimpleNamespace(waits=SimpleNamespace(take_s=take_s))),
-        _consensus=SimpleNamespace(collect=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
+        _consensus=SimpleNamespace(gather=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
         global_steps=0, agg_train_loss=torch.tensor(2.0), monitor=SimpleNamespace(enabled=False),
     )  # fmt: skip
     batch, sums = StepBatch(lengths=[24], spans=[spans((24,))]), StepReport(1)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ds_terapipe.commands.checking.boundary import Boundary
 from ds_terapipe.errors import ConfigError, one_line
@@ -109,14 +110,7 @@ def _read(loader: Iterable[Any], mode: Any) -> Sample:
         length = plan_cuts(as_tuple(inputs), None, "inputs")[0]
     except ConfigError as problem:
         raise NoSample(f"the dataset's length is not known ({problem})") from problem
-    faked = [_faked(value, mode) for value in (inputs, labels)]
-    return Sample((faked[0], faked[1]), length)
-
-
-def _faked(value: Any, mode: Any) -> Any:
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    return tuple(_faked(item, mode) for item in value) if isinstance(value, (tuple, list)) else value
+    return Sample(tree_map_only(Tensor, mode.from_tensor, (inputs, labels)), length)
 
 
 def _table_rows(module: Any) -> int | None:

@@ -20,6 +20,10 @@ from ds_terapipe.pipeline.token_shares import shares_of
 from ds_terapipe.plan.costs.hardware import Model
 from ds_terapipe.refusals import cuts
 
+# Names of sizes that a config may lack or have as None: of the feed-forward network, groups of heads, a head.
+_HUGGING_FACE = ("intermediate_size", "num_key_value_heads", "head_dim")
+_MEGATRON = ("ffn_hidden_size", "num_query_groups", "kv_channels")
+
 
 def report_of(built: Built, task: Task, mode: Any) -> Report:
     """Return the report of a rank whose script has come to its engine.
@@ -102,41 +106,19 @@ def _name(layer: Any) -> str:
 
 def model_sizes(module: Any) -> Model | None:
     """Return the sizes of a decoder of `ds_terapipe.megatron` or `ds_terapipe.hf`, else None."""
-    if type(module).__name__ == "DecoderPipeline":
-        return _of_hugging_face(module.source.config)
-    if type(module).__name__ == "GPTPipeline":
-        return _of_megatron(module)
-    return None
-
-
-def _of_hugging_face(config: Any) -> Model:
-    return Model(
-        config.model_type,
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        ffn_hidden_size=getattr(config, "intermediate_size", None) or 0,
-        num_query_groups=getattr(config, "num_key_value_heads", None) or 0,
-        kv_channels=getattr(config, "head_dim", None) or 0,
-        vocab_size=config.vocab_size,
-        swiglu=getattr(config, "hidden_act", "") == "silu",
-        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", True),
-    )
-
-
-def _of_megatron(module: Any) -> Model:
-    specs = ModelChunks(module).specs
-    config, vocab_size = specs[0].module_args[0], specs[0].module_args[1]
-    tied = hasattr(specs[0], "key")
-    return Model(
-        "GPT",
-        sum(module.layers_per_stage),
-        config.hidden_size,
-        config.num_attention_heads,
-        ffn_hidden_size=config.ffn_hidden_size or 0,
-        num_query_groups=config.num_query_groups or 0,
-        kv_channels=config.kv_channels or 0,
-        vocab_size=vocab_size,
-        swiglu=bool(config.gated_linear_unit),
-        untie_embeddings_and_output_weights=not tied,
-    )
+    kind, specs = type(module).__name__, ModelChunks(module).specs
+    if kind == "DecoderPipeline":
+        config = module.source.config
+        name, layers, vocab_size = config.model_type, config.num_hidden_layers, config.vocab_size
+        optional, swiglu = _HUGGING_FACE, getattr(config, "hidden_act", "") == "silu"
+        untied = not getattr(config, "tie_word_embeddings", True)
+    elif kind == "GPTPipeline":
+        config, vocab_size = specs[0].module_args[:2]
+        name, layers = "GPT", sum(module.layers_per_stage)
+        optional, swiglu = _MEGATRON, bool(config.gated_linear_unit)
+        untied = not hasattr(specs[0], "key")
+    else:
+        return None
+    ffn, groups, channels = (getattr(config, each, None) or 0 for each in optional)
+    heads = config.num_attention_heads
+    return Model(name, layers, config.hidden_size, heads, ffn, groups, channels, vocab_size, swiglu, untied)

@@ -1,21 +1,14 @@
-"""One rank of a checked launch: runs the script to its engine, and reports what the rank would hold."""
+"""One rank of a checked launch: the question, and the answer of its process."""
 
 from __future__ import annotations
 
-import runpy
-import sys
-import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
+from ds_terapipe.commands.checking.bytes import Kept
+from ds_terapipe.commands.checking.stage import Counted
 from ds_terapipe.plan.costs.hardware import Model
-
-if TYPE_CHECKING:  # they import torch
-    from ds_terapipe.commands.checking.bytes import Kept
-    from ds_terapipe.commands.checking.stage import Counted
 
 Signature = tuple[Any, ...]
 
@@ -104,39 +97,3 @@ class Report:
     def place(self) -> int:
         """Place of the stage."""
         return self.places[self.stage]
-
-
-class ScriptEnded(Exception):
-    """The script ended without an engine; the text is its last word."""
-
-
-def check_rank(task: Task) -> Report:
-    """Run the script as this rank and report; to be called in a process of its own.
-
-    Raises:
-        ScriptEnded: the script has ended before it had an engine. Any other error is the launch's.
-    """
-    warnings.filterwarnings("ignore")
-    from ds_terapipe.commands.checking import building, layers
-    from ds_terapipe.commands.checking.untouched import untouched
-    from ds_terapipe.commands.checking.world import job
-
-    with job(task.rank, task.world, task.per_node), untouched() as mode:
-        try:
-            with building.stopping(task.config):
-                _run(task.script)
-        except building.Built as built:
-            found = built
-        else:
-            raise ScriptEnded(f"{Path(task.script[0]).name} has ended and has built no engine")
-        return layers.report_of(found, task, mode)
-
-
-def _run(script: Sequence[str]) -> None:
-    sys.argv = list(script)
-    sys.path.insert(0, str(Path(script[0]).absolute().parent))
-    try:
-        runpy.run_path(script[0], run_name="__main__")
-    except SystemExit as problem:
-        if problem.code not in (0, None):
-            raise ScriptEnded(problem.code if isinstance(problem.code, str) else "") from problem

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
 import tempfile
 import traceback
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ds_terapipe.commands.checking.boundary import Boundary
-from ds_terapipe.commands.checking.rank import Report, ScriptEnded, Signature, Task, check_rank
+from ds_terapipe.commands.checking.building import Built, stopping
+from ds_terapipe.commands.checking.layers import report_of
+from ds_terapipe.commands.checking.rank import Report, Signature, Task
+from ds_terapipe.commands.checking.untouched import untouched
+from ds_terapipe.commands.checking.world import job
 from ds_terapipe.errors import ConfigError
 
 _PRELOADED = [
@@ -26,6 +33,10 @@ _PRELOADED = [
 ]
 _IF_NAMED = {"megatron": "ds_terapipe.megatron", "hf": "ds_terapipe.hf", "transformers": "ds_terapipe.hf"}
 _LAST_LINES = 12  # of what a script has written
+
+
+class ScriptEnded(Exception):
+    """The script ended without an engine; the text is its last word."""
 
 
 def check_launch(task: Task) -> list[Report]:
@@ -111,6 +122,34 @@ def _in_process(task: Task, sender: Connection, log: str) -> None:
     sender.send(answer)
     sender.close()
     os._exit(0)  # nothing of the job that it has been in is worth closing
+
+
+def check_rank(task: Task) -> Report:
+    """Run the script as this rank up to its engine, and report what the rank would hold.
+
+    Raises:
+        ScriptEnded: the script has ended before it had an engine. Any other error is the launch's.
+    """
+    warnings.filterwarnings("ignore")
+    with job(task.rank, task.world, task.per_node), untouched() as mode:
+        try:
+            with stopping(task.config):
+                _run(task.script)
+        except Built as built:
+            found = built
+        else:
+            raise ScriptEnded(f"{Path(task.script[0]).name} has ended and has built no engine")
+        return report_of(found, task, mode)
+
+
+def _run(script: Sequence[str]) -> None:
+    sys.argv = list(script)
+    sys.path.insert(0, str(Path(script[0]).absolute().parent))
+    try:
+        runpy.run_path(script[0], run_name="__main__")
+    except SystemExit as problem:
+        if problem.code not in (0, None):
+            raise ScriptEnded(problem.code if isinstance(problem.code, str) else "") from problem
 
 
 def _said(problem: BaseException, script: str) -> str:

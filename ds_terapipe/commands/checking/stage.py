@@ -91,11 +91,8 @@ class StageRun:
         self._batch = StepBatch()
         self._links = Alongside(before, lambda unit: self._batch.span(unit), mode)
         view = RankView(placement, number, tuple(range(stages)))
-        stage.context.shares = shares = shares_of(module, lambda divided: [divided])
-        self._runtime = PipelineRuntime(
-            view, {number: stage}, self._links, _NOBODY, memory=self._memory, autocast=stage._autocast,  # type: ignore[arg-type]
-            shares=shares,
-        )  # fmt: skip
+        stage.context.shares = shares_of(module, lambda divided: [divided])
+        self._runtime = PipelineRuntime(view, {number: stage}, self._links, _NOBODY)  # type: ignore[arg-type]
 
     def count(self, cut: bool) -> Counted:
         """Run the steps and return what they took.

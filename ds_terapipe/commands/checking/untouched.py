@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.commands.checking.bytes import two_moments
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.overrides import replaced
 from ds_terapipe.skip_init import skipping_init
 
 # Small tensors of numbers (linspace, arange, tensor) stay real: constructors read them.
@@ -109,12 +110,9 @@ def _applied(module: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) 
             kept[name] = nn.Parameter(changed, parameter.requires_grad)
         elif changed is not parameter:
             parameter.data = changed
-    module._parameters = rest
-    try:
+    with replaced(module, _parameters=rest):
         _apply(module, fn, recurse=False)
         kept.update(rest)
-    finally:
-        module._parameters = kept
     return module
 
 

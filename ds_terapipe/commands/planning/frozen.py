@@ -1,7 +1,7 @@
 """``ds_terapipe plan --frozen F``: the shapes that an elastic pipeline could take with F entries frozen, and which it takes.
 
 ``elastic/shapes/predict.py`` predicts the steps, as ``"resize": {"policy": "measured"}`` does in the running training,
-and chooses the shape. It imports DeepSpeed, which no other plan needs; hence the late imports.
+and chooses the shape.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_terapipe.commands.output import show
+from ds_terapipe.commands.planning.entry_costs import Entries, entries_of
 from ds_terapipe.commands.planning.inputs import AUTO, Inputs, check_numbers, choose_plan, read_inputs
 from ds_terapipe.commands.planning.several import asked_placement, on_placement
 from ds_terapipe.commands.simulate import named_lengths
+from ds_terapipe.config import TokenPipelineConfig
+from ds_terapipe.elastic.policies.resize import Shape, shape_of, shapes
+from ds_terapipe.elastic.settings import ELASTIC_PIPELINE, parse
+from ds_terapipe.elastic.shapes.history import shape_text
+from ds_terapipe.elastic.shapes.predict import Prediction, choose, predict
 from ds_terapipe.errors import bad_value, named
 from ds_terapipe.json_files import read_json
 from ds_terapipe.plan.costs.memory import GIGABYTE, gigabytes
 from ds_terapipe.plan.result import compact, seconds_text
-
-if TYPE_CHECKING:
-    from ds_terapipe.commands.planning.entry_costs import Entries
-    from ds_terapipe.elastic.shapes.predict import Prediction
 
 
 def plan_frozen(options: argparse.Namespace) -> None:
@@ -44,8 +46,6 @@ def plan_frozen(options: argparse.Namespace) -> None:
     limit = _limit_gb(given, options.ds_config, inputs)
     placement = asked_placement(inputs)
     lengths = _lengths(inputs if placement == inputs.request.placement else on_placement(inputs, placement))
-    from ds_terapipe.commands.planning.entry_costs import entries_of
-
     entries = entries_of(inputs.source, lengths, options.data_parallel, placement)
     most = None if limit is None or not entries.knows_bytes else limit * GIGABYTE
     tables = [_table(inputs, entries, len(lengths), number, most) for number in numbers]
@@ -79,15 +79,12 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
     Raises:
         ConfigError: the head, the last entry, would be frozen.
     """
-    from ds_terapipe.config import TokenPipelineConfig
-    from ds_terapipe.elastic.moves.start import places_of
-    from ds_terapipe.elastic.policies.resize import shape_of, shapes
-    from ds_terapipe.elastic.shapes.predict import choose, predict
-
     if frozen >= entries.count:
         rule = f"at most {entries.count - 1} entries: {entries.text} (the last one is never frozen)"
         raise bad_value("--frozen", frozen, rule, f"at most {entries.count - 1}")
     batch = entries.replicas * inputs.sequences * inputs.request.micro_batches
+    from ds_terapipe.elastic.moves.start import places_of  # which takes DeepSpeed with it, and seconds
+
     launch = (entries.processes, entries.tensor_parallel, batch, inputs.sequences)
     now = shape_of(len(set(entries.places)), *launch)
     config = inputs.config or TokenPipelineConfig()
@@ -127,9 +124,6 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
 
 def _lines(table: dict[str, Any], entries: int, several: bool) -> list[str]:
     """Return the lines of a table; ``several``: stages on a place."""
-    from ds_terapipe.elastic.policies.resize import Shape
-    from ds_terapipe.elastic.shapes.history import shape_text
-
     rows = [("as launched, nothing frozen", table["launched"]), ("as launched, frozen", table["launched_frozen"])]
     rows += [(shape_text(Shape(*(each[name] for name in Shape._fields)), several), each) for each in table["shapes"]]
     cells = ["-".join(map(str, each["layers"])) for _, each in rows]
@@ -174,8 +168,6 @@ def _limit_gb(given: float | None, ds_config: str | None, inputs: Inputs) -> flo
     if given is not None:
         return given
     if ds_config is not None:
-        from ds_terapipe.elastic.settings import ELASTIC_PIPELINE, parse
-
         block = read_json(ds_config, "a DeepSpeed configuration").value(ELASTIC_PIPELINE)
         with named(ds_config):
             settings = None if block is None else parse({ELASTIC_PIPELINE: block})

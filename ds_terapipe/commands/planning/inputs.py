@@ -10,11 +10,12 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_terapipe.commands.output import check_positive
 from ds_terapipe.commands.planning.batch_sizes import batch, data_parallel
 from ds_terapipe.commands.planning.cost_sources import Analytic, Measured, Source, Units
+from ds_terapipe.config import TOKEN_PIPELINE, TokenPipelineConfig, parse
 from ds_terapipe.errors import ConfigError, bad_value, named
 from ds_terapipe.json_files import Fields, read_json
 from ds_terapipe.plan.choose import choose
@@ -23,10 +24,8 @@ from ds_terapipe.plan.costs.hardware import CLUSTERS, MODELS, load_cluster, load
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan, seconds_text
 from ds_terapipe.plan.stages import even_layers, read_layers
+from ds_terapipe.register import check_spelling
 from ds_terapipe.schedule import choices
-
-if TYPE_CHECKING:
-    from ds_terapipe.config import TokenPipelineConfig
 
 CLUSTER = next(iter(CLUSTERS))
 SEQ_LENGTH = 2048
@@ -243,10 +242,6 @@ def _configuration(path: str | None) -> tuple[Fields | None, TokenPipelineConfig
     if path is None:
         return None, None
     data = read_json(path, "a DeepSpeed configuration")
-    # Takes DeepSpeed with it, which takes seconds.
-    from ds_terapipe.config import TOKEN_PIPELINE, parse
-    from ds_terapipe.register import check_spelling
-
     block = data.value(TOKEN_PIPELINE)
     with named(path):
         check_spelling(data.names)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_terapipe.elastic.cache.samples import decode, encode, names, rows_of, sample_dims, some_rows
 from ds_terapipe.elastic.cache.store import Tier
+from ds_terapipe.elastic.moves.attributes import is_plain
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.layer_range import Layer, modules_of
@@ -94,6 +95,15 @@ def versions_of(layers: Sequence[Layer]) -> list[tuple[int, int, int]]:
     tensors = (t for layer in layers for module in modules_of(layer) for t in (*module.parameters(), *module.buffers()))
     # an assignment to `.data` leaves the version as it is
     return [(tensor.data_ptr(), id(tensor), tensor._version) for tensor in tensors]
+
+
+def plain_attributes(layers: Sequence[Layer]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the plain attributes of each module of the layers."""
+    modules = [module for layer in layers for each in modules_of(layer) for module in each.modules()]
+    return [
+        (each, {key: value for key, value in vars(each).items() if is_plain(value) and key != "training"})
+        for each in modules
+    ]
 
 
 def _sum(tensor: Tensor) -> int:

@@ -19,13 +19,11 @@ from typing import Any
 import torch
 import torch.distributed
 
-from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of, versions_of
-from ds_terapipe.elastic.cache.stage import CachedStage, plain_attributes
+from ds_terapipe.elastic.cache.outputs import Counts, Level, OutputCache, level_of, plain_attributes, versions_of
 from ds_terapipe.elastic.cache.store import Tier
 from ds_terapipe.elastic.optimizer import layer_dtype
 from ds_terapipe.elastic.settings import CacheSettings
 from ds_terapipe.pipeline.documents import Documents
-from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.plan.costs.memory import GIGABYTE
 from ds_terapipe.schedule import Placement
 
@@ -61,13 +59,12 @@ class CacheSession:
         self._length: int | None = None  # sequence length of the present phase
         self._failed = self._closed = False
 
-    def first_stage(self, engine: Any, placement: Placement) -> Callable[..., Stage]:
-        """Return the factory of the model's first stage: a cached one if it is frozen; collective."""
-        if not self._settings.enabled or placement.forward_only in (0, len(placement.stages)):
-            return Stage
-        if self.run is None:
+    def serves(self, engine: Any, placement: Placement) -> bool:
+        """Whether the model's first stage is frozen, and its outputs are to be cached; collective."""
+        serves = self._settings.enabled and placement.forward_only not in (0, len(placement.stages))
+        if serves and self.run is None:
             self._arrange(engine)
-        return partial(CachedStage, session=self)
+        return serves
 
     def _arrange(self, engine: Any) -> None:
         grid, watchdog = engine.grid, engine._watchdog

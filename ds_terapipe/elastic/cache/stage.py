@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from ds_terapipe.elastic.cache.outputs import Compute, versions_of
-from ds_terapipe.elastic.moves.attributes import is_plain
+from ds_terapipe.elastic.cache.outputs import Compute, plain_attributes, versions_of
+from ds_terapipe.elastic.cache.session import CacheSession
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.documents import Documents
-from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.loss import StepLosses
 from ds_terapipe.pipeline.slicing import Span, copy_of, part_of
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.refusals import has_own_forward
 from ds_terapipe.schedule import Unit
-
-if TYPE_CHECKING:
-    from ds_terapipe.elastic.cache.session import CacheSession
-
-
-def plain_attributes(layers: Sequence[Any]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the plain attributes of each module of the layers."""
-    modules = [module for layer in layers for each in modules_of(layer) for module in each.modules()]
-    return [
-        (each, {key: value for key, value in vars(each).items() if is_plain(value) and key != "training"})
-        for each in modules
-    ]
 
 
 class CachedStage(Stage):
@@ -70,7 +56,7 @@ class CachedStage(Stage):
             run, versions = functools.partial(self._run_whole, number), functools.partial(versions_of, self._functions)
             compute = Compute(run, self._can_start_inside, versions)
             self._whole[number] = cache.outputs(number, whole, compute)
-        self._memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
+        self.memory.forward(self.number, span)  # counts its tokens: nothing of them is kept for a backward
         outputs = self._whole[number]
         if self._batch.is_last_slice(unit):
             del self._whole[number]
@@ -87,7 +73,7 @@ class CachedStage(Stage):
         self.context.documents_of = {} if documents is None else {micro_batch: documents}
         unit = Unit(micro_batch, 0)
         before = [] if rows is None else plain_attributes(self._functions)  # a pass for a comparison does not count
-        with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self._autocast():
+        with torch.no_grad(), self.context.forward(unit, self._span(micro_batch)), self.autocast():
             outputs = self.layers(copy_of(inputs), start)  # which may run again from the same
         for module, attributes in before:
             vars(module).update(attributes)

@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopolog
 from torch import Tensor, nn
 
 from ds_terapipe.model_chunks import PLACES, ModelChunks, elsewhere
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.operators.random_streams import TorchStates
 from ds_terapipe.skip_init import skipping_init
 
@@ -134,15 +135,13 @@ def reassemble(
     module.forward_funcs, module.fwd_map, module.tied_weight_attrs = [], {}, {}
     module.tied_modules = nn.ModuleDict()
     module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
-    specs, seeded, here = module._layer_specs, module.seed_layers, ModelChunks(module).entries
-    module._layer_specs = [
-        _stand_in(module, entry, spec, layers) if entry in here else elsewhere for entry, spec in enumerate(specs)
+    here = ModelChunks(module).entries
+    stand_ins = [
+        _stand_in(module, entry, spec, layers) if entry in here else elsewhere
+        for entry, spec in enumerate(module._layer_specs)
     ]
-    module.seed_layers = False  # no random numbers are drawn
-    try:
+    with replaced(module, _layer_specs=stand_ins, seed_layers=False):  # no random numbers are drawn
         module._build()
-    finally:
-        module._layer_specs, module.seed_layers = specs, seeded
     module.tied_comms = module._index_tied_modules()
 
 

@@ -6,11 +6,10 @@ The state of the training is restored afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
 
 from deepspeed.monitor.config import get_monitor_config
@@ -22,6 +21,7 @@ from deepspeed.utils import logger as deepspeed_logger
 
 from ds_terapipe.elastic.moves.layers import random_states_kept
 from ds_terapipe.elastic.policies.resize import Shape
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.ends import by_place
 from ds_terapipe.pipeline.teardown import remove_hooks
 
@@ -63,8 +63,7 @@ def rebuild_engine(engine: Any, shape: Shape, arguments: Mapping[str, Any], wrap
         setattr(engine, name, value)
 
 
-@contextmanager
-def _keeping(engine: Any, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
+def _keeping(engine: Any, wrap: Callable[[Any, Any], Any]) -> AbstractContextManager[None]:
     """Context manager in which a constructor keeps optimizer, scheduler and weights instead of making them."""
     before, basic_optimizer, scheduler = engine.optimizer, engine.basic_optimizer, engine.lr_scheduler
 
@@ -72,29 +71,23 @@ def _keeping(engine: Any, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
         engine.basic_optimizer = basic_optimizer
         engine.optimizer = wrap(basic_optimizer, before)
 
-    steps: dict[str, Callable[..., None]] = {
-        "_configure_optimizer": configure_optimizer,
-        "_configure_lr_scheduler": lambda: setattr(engine, "lr_scheduler", scheduler),
-        "_broadcast_model": lambda: None,
-    }
-    for name, step in steps.items():
-        setattr(engine, name, step)
-    try:
-        yield
-    finally:
-        for name in steps:
-            delattr(engine, name)
+    return replaced(
+        engine,
+        _configure_optimizer=configure_optimizer,
+        _configure_lr_scheduler=lambda: setattr(engine, "lr_scheduler", scheduler),
+        _broadcast_model=lambda: None,
+    )
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
     """Context manager that silences DeepSpeed while it builds an engine, an optimizer or a grid."""
-    level, report = deepspeed_logger.level, bf16_optimizer.see_memory_usage
+    level = deepspeed_logger.level
     deepspeed_logger.setLevel(max(level, logging.WARNING))
-    bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it collects garbage, for about a second each time
+    # it collects garbage, for about a second each time
+    no_report = replaced(bf16_optimizer, see_memory_usage=lambda *_, **__: None)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with redirect_stdout(io.StringIO()), no_report:
             yield
     finally:
         deepspeed_logger.setLevel(level)
-        bf16_optimizer.see_memory_usage = report

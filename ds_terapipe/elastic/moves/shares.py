@@ -105,7 +105,7 @@ def new_bucket(device: torch.device, consensus: Consensus, replicas: Sequence[Se
         replicas: global ranks of each group of replicas.
     """
     memory = _room(device)
-    lacking = [rank for rank, has in enumerate(consensus.collect(float(memory is not None))) if not has]
+    lacking = [rank for rank, has in enumerate(consensus.gather(float(memory is not None))) if not has]
     if not lacking and memory is not None:
         yield Bucket(memory, consensus.job.group)
         return

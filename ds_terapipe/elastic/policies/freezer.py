@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LR_RESTART, LOSS_RISE = "lr_restart", "loss_rise"
 REASONS = (LR_RESTART, LOSS_RISE, BY_POLICY)
 _FALLS, _RISES = 0.5, 2.0  # a restart: the LR falls to half of the highest, then rises to twice the lowest
-_WORSE = 1.05  # times the lowest mean loss of an interval
+_WORSE = 0.05  # share of the lowest mean loss of an interval, which may be below zero
 
 
 class Signals(NamedTuple):
@@ -42,8 +42,8 @@ class _Rate:
 
     def restarts(self, lr: float) -> bool:
         """Whether a step with this LR is a restart."""
-        # no restart in a warm-up: the LR has not fallen
-        if self.lowest <= _FALLS * self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
+        # no restart in a warm-up, which may begin at 0: the LR has not fallen
+        if self.lowest <= _FALLS * self.highest < self.highest and lr > self.lowest and lr >= _RISES * self.lowest:
             return True
         if lr > self.highest:
             self.highest = self.lowest = lr
@@ -138,7 +138,7 @@ class Freezer:
         if LOSS_RISE in self._settings.unfreeze and interval_ended:
             loss = signals.loss()
             if loss is not None:
-                if self.frozen and self._best is not None and loss > _WORSE * self._best:
+                if self.frozen and self._best is not None and loss > self._best + _WORSE * abs(self._best):
                     found = LOSS_RISE
                 self._best = loss if self._best is None else min(loss, self._best)
         if LR_RESTART in self._settings.unfreeze and self.frozen and self._rate.restarts(signals.lr):

@@ -24,6 +24,7 @@ from ds_terapipe.elastic.moves.transfer import MASTER, has_moved
 from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
 from ds_terapipe.elastic.saved.order import Members, members_of, names_by_group, plain_members
 from ds_terapipe.model_chunks import ModelChunks
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.parameter_groups import names_in, settings_of
 from ds_terapipe.pipeline.transport.consensus import Consensus
 
@@ -62,17 +63,9 @@ def saved_as_plain(engine: Any, consensus: Consensus) -> Iterator[list[list[str]
 
     Yields the names of its parameters, by group.
     """
-    optimizer = engine.optimizer
     names, state = _state_for(engine, consensus)
-    before = vars(optimizer).get("state_dict")
-    optimizer.state_dict = lambda *args, **kwargs: state
-    try:
+    with replaced(engine.optimizer, state_dict=lambda *args, **kwargs: state):
         yield names
-    finally:
-        if before is None:
-            del optimizer.state_dict
-        else:
-            optimizer.state_dict = before
 
 
 def _state_for(engine: Any, consensus: Consensus) -> tuple[list[list[str]], dict[str, Any]]:

@@ -32,6 +32,7 @@ from ds_terapipe.elastic.moves.layers import copies
 from ds_terapipe.elastic.saved.order import numbers_of
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import UNUSED
+from ds_terapipe.overrides import replaced
 from ds_terapipe.parameter_marks import is_tensor_parallel
 from ds_terapipe.pipeline.checkpoints import tag_of
 
@@ -216,12 +217,9 @@ class Universal:
 @contextmanager
 def groups_filled(engine: Any, folder: Path) -> Iterator[None]:
     """Context manager that fills empty groups of an engine's wrapper while DeepSpeed reads a universal checkpoint."""
-    engine._get_zero_param_shapes = dict  # shapes are never read
-    try:
-        with deepspeed_state.groups_filled(engine.optimizer, partial(_absent, folder)):
-            yield
-    finally:
-        del engine._get_zero_param_shapes
+    filled = deepspeed_state.groups_filled(engine.optimizer, partial(_absent, folder))
+    with replaced(engine, _get_zero_param_shapes=dict), filled:  # shapes are never read
+        yield
 
 
 def _absent(folder: Path, names: Sequence[str]) -> Absent:

@@ -99,7 +99,7 @@ def state_bytes(engine: Any, consensus: Consensus) -> float:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     states = [] if engine.basic_optimizer is None else list(engine.basic_optimizer.state.values())
     moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return max(consensus.collect(nbytes((*parameters, *trained, *moments))))
+    return float(max(consensus.gather(nbytes((*parameters, *trained, *moments)))))
 
 
 def nbytes(tensors: Iterable[Tensor]) -> float:

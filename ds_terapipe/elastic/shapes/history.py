@@ -15,13 +15,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.json_files import Fields
-
-if TYPE_CHECKING:
-    from ds_terapipe.elastic.policies.resize import Shape
 
 KEY = "elastic_pipeline.history_path"
 START, CHANGE, END = "start", "change", "end"

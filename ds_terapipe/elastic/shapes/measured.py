@@ -157,7 +157,7 @@ class ShapeSelector:
             begin, end = self._update
             seconds = self._clock.seconds(end, begin)
         # clipping makes ranks wait for each other; the last one to arrive does not wait
-        update = min(self._consensus.collect(seconds / max(trained, 1.0)))
+        update = min(self._consensus.gather(seconds / max(trained, 1.0)))
         return Machine(*self._reduction(), update)
 
     def _reduction(self) -> tuple[float, float]:
@@ -176,7 +176,7 @@ class ShapeSelector:
                     torch.distributed.all_reduce(tensor, group=job.group)
                     self._clock.wait()
                 taken.append(time.perf_counter() - started)
-            seconds.append(max(self._consensus.collect(min(taken))))
+            seconds.append(max(self._consensus.gather(min(taken))))
         sent = 2 * (ranks - 1) / ranks * 4 * (_LARGE - _SMALL)
         return max(seconds[1] - seconds[0], 0.0) / sent, seconds[0]
 
@@ -197,7 +197,7 @@ class ShapeSelector:
         """Set the memory limit of a rank: the configured one, else on a GPU the peak in the starting shape."""
         given, peak = self._settings.resize.memory_gb, self.peak_bytes()
         if peak is not None:
-            self._limit = max(self._consensus.collect(float(peak)))
+            self._limit = max(self._consensus.gather(float(peak)))
             self._beside = max(self._limit - start.peak_bytes, 0.0)
         if given is not None:
             self._limit = given * GIGABYTE

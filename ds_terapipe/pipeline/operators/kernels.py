@@ -12,7 +12,6 @@ many. Else it is additive, of the dtype of q, [1 | b, 1 | heads, rows, columns].
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -74,15 +73,7 @@ def choose(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> 
     return choose_on_cuda(q, k, v, mask, call) if q.device.type == "cuda" else Formula
 
 
-def choose_on_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    call: Call,
-    can_flash: Callable[[Any], bool] = can_use_flash_attention,
-    can_efficient: Callable[[Any], bool] = can_use_efficient_attention,
-) -> type[Formula]:
+def choose_on_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> type[Formula]:
     """Return the fastest CUDA kernel that PyTorch reports to support these tensors.
 
     PyTorch is asked without ``is_causal``, as in ``torch.nn.attention.bias.CausalBias``: to PyTorch causal means upper
@@ -91,12 +82,12 @@ def choose_on_cuda(
     if q.shape[-1] % _HEAD_ALIGNMENT or q.shape[-1] != v.shape[-1]:
         return Formula
     grouped = q.shape[1] != k.shape[1]
-    if mask is None and can_flash(SDPAParams(q, k, v, None, call.dropout_p, False, grouped)):
+    if mask is None and can_use_flash_attention(SDPAParams(q, k, v, None, call.dropout_p, False, grouped)):
         return CudaFlash
     if grouped and mask is None and call.window is None:  # as it will run, with equal numbers of heads
         k, v = (t[:, :1].expand(-1, q.shape[1], -1, -1) for t in (k, v))
     asked = SDPAParams(fold_groups(q, k.shape[1]), k, v, None, call.dropout_p, False, False)
-    return CudaEfficient if can_efficient(asked) else Formula
+    return CudaEfficient if can_use_efficient_attention(asked) else Formula
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:

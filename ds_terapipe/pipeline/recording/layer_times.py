@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.clock import Clock
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.observe import Observer
@@ -66,20 +67,15 @@ class LayerTimes(Observer):
         if not wanted or any(stage.checkpoint_interval for stage in self._stages):
             yield
             return
-        layers = [stage.functions for stage in self._stages]
-        for stage, start in zip(self._stages, self._starts, strict=False):
-            if stage.timed:
-                stage.functions = [
-                    partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)
-                ]
-        self._actions = []
-        try:
+        actions: list[_Timed] = []
+        with ExitStack() as timed:
+            for stage, start in zip(self._stages, self._starts, strict=False):
+                if stage.timed:
+                    runs = [partial(self._run, index, layer) for index, layer in enumerate(stage.functions, start)]
+                    timed.enter_context(replaced(stage, functions=runs))
+            timed.enter_context(replaced(self, _actions=actions))
             yield
-            self._steps.append(self._actions)
-        finally:
-            for stage, functions in zip(self._stages, layers, strict=True):
-                stage.functions = functions
-            self._actions = None
+            self._steps.append(actions)
 
     @property
     def watches(self) -> bool:

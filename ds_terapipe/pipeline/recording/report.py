@@ -32,7 +32,7 @@ def log_step(engine: Any, report: StepReport, batch: StepBatch, schedule: str, s
         seconds += time.perf_counter() - began  # the host runs ahead of the device
     report.add(sum(batch.lengths) * engine.train_micro_batch_size_per_gpu() * engine.dp_world_size, seconds, waited)
     if printing:
-        shares = engine._consensus.collect(report.waited_share)
+        shares = engine._consensus.gather(report.waited_share)
         by_stage = [shares[engine.grid.stage_to_global(stage)] for stage in range(engine.num_stages)]
         line = report.line(engine.global_steps, engine.agg_train_loss, batch, schedule, by_stage)
         if engine.global_rank == 0:

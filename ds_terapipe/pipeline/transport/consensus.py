@@ -163,10 +163,6 @@ class Consensus:
         with self.watchdog.waiting(what, counts=counts):
             return self.job.gather(value, self.group)
 
-    def collect(self, value: float) -> list[float]:
-        """Gather a number of every rank; collective."""
-        return self.gather(value)
-
     def _raise_different(self, micro_batches: int) -> NoReturn:
         """Raise for ranks with different settings, or numbers of micro-batches; collective."""
         rows = self.gather((self.config_hash, micro_batches), "all ranks to say how they are configured")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ds_terapipe.pipeline.slicing import tensors_in
 
 
 class Mark(Protocol):
@@ -59,7 +60,7 @@ class Loader:
             moved = _moved(value, self._device)
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for tensor in _flat(moved):
+        for tensor in tensors_in(moved):
             tensor.record_stream(current)
         return moved
 
@@ -70,11 +71,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_moved(item, device) for item in value)
     return value
-
-
-def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _flat(item)
