@@ -79,12 +79,12 @@ def _table(inputs: Inputs, entries: Entries, slices: int, frozen: int, most: flo
     Raises:
         ConfigError: the head, the last entry, would be frozen.
     """
+    from ds_terapipe.elastic.moves.start import places_of  # which takes DeepSpeed with it, and seconds
+
     if frozen >= entries.count:
         rule = f"at most {entries.count - 1} entries: {entries.text} (the last one is never frozen)"
         raise bad_value("--frozen", frozen, rule, f"at most {entries.count - 1}")
     batch = entries.replicas * inputs.sequences * inputs.request.micro_batches
-    from ds_terapipe.elastic.moves.start import places_of  # which takes DeepSpeed with it, and seconds
-
     launch = (entries.processes, entries.tensor_parallel, batch, inputs.sequences)
     now = shape_of(len(set(entries.places)), *launch)
     config = inputs.config or TokenPipelineConfig()
