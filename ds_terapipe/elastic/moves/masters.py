@@ -99,7 +99,7 @@ def _by_master(members: list[Fragment]) -> list[Fragment]:
 def _state_of(place: Fragment, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state from that of its master: shares of what is like it, in an order that all ranks know.
 
-    Replicas sum their shares one by one, and DeepSpeed reads universal checkpoints in the order of each rank's folder.
+    Replicas sum their shares one by one. DeepSpeed 0.19.8 reads a universal checkpoint's in the order of a set.
     """
     found: dict[str, Any] = {}
     for key, value in sorted(state.items()):
