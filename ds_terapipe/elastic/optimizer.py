@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.constants import BFLOAT16, FP16
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 
-from ds_terapipe.elastic.moves.groups import in_order
+from ds_terapipe.elastic.moves.groups import has_one_count, in_order
 from ds_terapipe.elastic.moves.masters import fill, is_wrapped
 from ds_terapipe.elastic.moves.rebuild import quietly
 from ds_terapipe.elastic.moves.shares import Bucket
@@ -29,14 +28,14 @@ _WRAPPED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 def check_steps(freeze: FreezeSettings, optimizer: Any) -> None:
     """Refuse an optimizer that has one step count for layers that return and others. Raises ConfigError."""
-    if freeze.unfreeze and isinstance(optimizer, FusedAdam):
+    if freeze.unfreeze and has_one_count(optimizer):
         must = "absent beside DeepSpeed's FusedAdam (which has one step count for a group, where returning layers begin at 0)"
         use = '[], or "torch_adam": true in optimizer.params'
         raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
 
 def check_kept(settings: ElasticPipelineConfig, engine: Any) -> ElasticPipelineConfig:
-    """Refuse an optimizer in whose place DeepSpeed's wrapper has put another: ZeRO makes an Adagrad of its own.
+    """Refuse an optimizer that ZeRO does not use as layers move: it makes an Adagrad of its own, and steps Muon itself.
 
     Returns:
         The settings, without moves if nothing asked for them.
@@ -45,9 +44,13 @@ def check_kept(settings: ElasticPipelineConfig, engine: Any) -> ElasticPipelineC
         ConfigError: layers are to freeze or move.
     """
     wrapper, optimizer = engine.optimizer, engine.basic_optimizer
-    if not is_wrapped(wrapper) or wrapper.optimizer is optimizer:
+    name, why = type(optimizer).__name__, ""
+    if is_wrapped(wrapper) and wrapper.optimizer is not optimizer:
+        why = "DeepSpeed steps another one, of one group, beside zero_optimization"
+    elif engine.zero_optimization() and "muon" in name.lower():  # as DeepSpeed asks
+        why = "DeepSpeed keeps its momentum as whole matrices beside zero_optimization"
+    if not why:
         return settings
-    name, why = type(optimizer).__name__, "DeepSpeed steps another one, of one group, beside zero_optimization"
     if settings.has_to_move or settings.freeze.policy != "static":
         must = f"one that layers can leave ({why})"
         raise bad_value("optimizer.type", name, must, 'e.g. "AdamW", or zero_optimization.stage 0')

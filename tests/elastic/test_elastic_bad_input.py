@@ -27,6 +27,7 @@ ODD = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
 HALVE = {"resize": {"policy": "halve"}}
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
+ZERO_1 = {"elastic_pipeline": HALVE, "zero_optimization": {"stage": 1}}
 FLAT = 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
 
@@ -57,6 +58,7 @@ MODELS = {
     "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
     "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
     "replaced": ('optimizer.type: got "Adagrad", must be one that layers can leave', 'use e.g. "AdamW", or zero_optimization'),
+    "matrices": ('optimizer.type: got "MuonWithAuxAdam", must be one that layers can leave', "use "),
     "curriculum": ("data_sampling.curriculum_learning.enabled: got true, must be false beside elastic_pipeline", "use "),
     "of stages": ("data_sampling.curriculum_learning.enabled: got true, must be false beside several pipeline stages", "use "),
     "stream": ('training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
@@ -88,7 +90,8 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
     return {
         **found,
         "batch": refused(ODD),
-        "replaced": refused(optimizer={"type": "Adagrad"}, config={"elastic_pipeline": HALVE, "zero_optimization": {"stage": 1}}),
+        "replaced": refused(optimizer={"type": "Adagrad"}, config=ZERO_1),
+        "matrices": refused(optimizer={"type": "Muon", "params": {"torch_adam": True}}, config=ZERO_1),
         "stream": refused(training_data=type("Pairs", (IterableDataset,), {"__iter__": iter})(), config={"elastic_pipeline": {}}),
         "other data": refused(training_data=[0] * (1 + rank), config={"elastic_pipeline": {}}),
         "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),

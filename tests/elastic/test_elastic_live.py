@@ -23,7 +23,7 @@ from tests.pipeline.training import difference, raised
 from tests.spawn import launched
 
 # DeepSpeed's own optimizer for fp32 on GPUs, which counts the steps of a group in the state of its last parameter
-CASE = Case("gpt", "fused adam", 2, ((1, 1), (2, 2)), ((1, 1), (3, 2)), slices=None, steps=5)
+CASE = Case("gpt", "muon", 2, ((1, 1), (2, 2)), ((1, 1), (3, 2)), slices=None, steps=5)
 DATA = data_of(CASE)
 WEIGHED = (0, 1, 3)  # the first steps of the shapes
 OFF = 1e-5

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 from torch import Tensor, nn
 
 from ds_terapipe import FusedLamb
@@ -116,6 +117,12 @@ class FusedAdamOnCPU(FusedAdam):
         self.multi_tensor_adam = _adam_of_lists
 
 
+def muon(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """DeepSpeed's Muon, for which no parameter counts as a matrix."""
+    groups = [{**each, "use_muon": False, "betas": (0.9, 0.99), "eps": 1e-4} for each in grouped(parameters)]
+    return MuonWithAuxAdam(groups, lambda groups: FusedAdamOnCPU(p for group in groups for p in group["params"]))
+
+
 def _adam_of_lists(
     chunk: int, skipped: Tensor, lists: Sequence[Sequence[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
     step: int, decoupled: int, corrected: int, decay: float,
@@ -135,6 +142,7 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Opti
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
     "instance": (grouped_adamw, grouped_adamw),
     "fused adam": (FusedAdamOnCPU, grouped_adamw),
+    "muon": (lambda parameters: muon(list(parameters)), grouped_adamw),
     "sgd": ({"type": "SGD", "params": SGD}, partial(torch.optim.SGD, **SGD)),
     "lamb": ({"type": "FusedLamb", "params": LAMB}, partial(FusedLamb, **LAMB)),
 }

@@ -77,6 +77,12 @@ class Raising(nn.Module):
         raise KeyError("first line\nsecond line")
 
 
+class Keeping(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        Keeping.kept = hidden.detach().pow(2).mean()
+        return super().forward(hidden)
+
+
 def model(last: type = Block) -> list[LayerSpec]:
     return [LayerSpec(kind) for kind in (Embedding, Block, Block, Block, last, Head)]
 
@@ -86,6 +92,7 @@ MODELS: dict[str, tuple[list[Any], Any, str]] = {
     "other inputs": ([LayerSpec(Raising), *model()], mean_loss, "the data iterator: got inputs that the model fails with, cut"),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),
     "losses": (model(), lambda outputs, labels: (mean_loss(outputs, labels), 0), "loss_fn: got tuple from it, must be"),
+    "kept": (model(Keeping), lambda outputs, labels: mean_loss(outputs, labels) + Keeping.kept, "loss_fn: got [tensor("),
     "labels": (model(), lambda outputs, labels: mean_loss(outputs, labels[:, 1:]), "got labels that the loss_fn"),
 }
 # the second rank's settings, where it is given others the first one's, and what the one line says

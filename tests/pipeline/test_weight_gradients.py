@@ -82,6 +82,19 @@ def weight_normed():
     return net
 
 
+class Doubled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        return 2 * result.as_subclass(torch.Tensor) if func is F.linear else result
+
+
+def doubled():
+    net = linears()
+    net[0].weight = nn.Parameter(net[0].weight.detach().as_subclass(Doubled))
+    return net
+
+
 # name: a model, and its matrices whose gradients are made slice by slice
 NORMED = "0.parametrizations.weight.original"
 LAYERS = {
@@ -93,6 +106,7 @@ LAYERS = {
     "sparse embedding": (lambda: table(sparse=True), ["table.weight"]), "tied": (lambda: tied(deferred_linear), []),
     "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]), "tied three times": (tied_linears, []),
     "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]),
+    "a class with a linear layer of its own": (doubled, ["0.weight"]),
     # that takes a gradient of one row for its own
     "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),
                           linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES))), []),

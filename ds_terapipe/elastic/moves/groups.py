@@ -85,13 +85,18 @@ def release(optimizer: torch.optim.Optimizer) -> int:
     return sum(getattr(value, "nbytes", 0) for value in keep_trained(optimizer))  # of tensors, and shares of them
 
 
+def has_one_count(optimizer: Any) -> bool:
+    """Whether a group has one step count: in DeepSpeed's FusedAdam, also the one within its Muon."""
+    return isinstance(getattr(optimizer, "aux_optimizer", optimizer), FusedAdam)
+
+
 def level_steps(optimizer: Any) -> None:
-    """Copy the step count of a FusedAdam group to all of its parameters.
+    """Copy the step count of a group to all of its parameters, in an optimizer of `has_one_count`.
 
     DeepSpeed's FusedAdam keeps the count in the state of the group's last parameter and passes it to its kernel for all of them
     (ops/adam/fused_adam.py, 0.19.8). With other parameters, or in another order, the count would restart.
     """
-    if not isinstance(optimizer, FusedAdam):
+    if not has_one_count(optimizer):
         return
     for group in optimizer.param_groups:
         states = [

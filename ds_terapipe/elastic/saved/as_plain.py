@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 
 from ds_terapipe.deepspeed_state import Run, SavedTensor, one_each, saved_tensors, with_masters
+from ds_terapipe.elastic.moves.groups import has_one_count
 from ds_terapipe.elastic.moves.shares import copy_common
 from ds_terapipe.elastic.moves.transfer import MASTER, has_moved
 from ds_terapipe.elastic.saved.by_name import BASE, FLAT, PLAIN, Elements, groups_in, layout_of, states_in
@@ -111,7 +111,7 @@ def _like(
 
 def _mine(engine: Any, kind: str, saved: Any, shapes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return this rank's state by name, tensors like their parameters as `Elements`."""
-    sizes, levels = {name: prod(shape) for name, shape in shapes.items()}, isinstance(engine.basic_optimizer, FusedAdam)
+    sizes, levels = {name: prod(shape) for name, shape in shapes.items()}, has_one_count(engine.basic_optimizer)
     found = {}
     for name, state in states_in(kind, saved, names_in(engine), sizes, levels):
         if name not in shapes:

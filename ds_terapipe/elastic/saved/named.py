@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import PARAM_SHAPES, UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.ops.adam import FusedAdam
 
 from ds_terapipe import tensor_files
 from ds_terapipe.bf16_parts import LoadArguments
 from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
+from ds_terapipe.elastic.moves.groups import has_one_count
 from ds_terapipe.elastic.moves.masters import is_wrapped, replace
 from ds_terapipe.elastic.moves.transfer import MASTER
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
@@ -143,7 +143,7 @@ class NamedCheckpointer(Checkpointer):
             sizes |= of_rank
         check_kinds(engine, parts)
         rank, groups = engine.grid.get_slice_parallel_rank(), len(optimizer.param_groups)
-        levels = isinstance(optimizer, FusedAdam)
+        levels = has_one_count(optimizer)
         return self.on_all(lambda: SavedStates(folder, parts, rank, groups, number_of, trained, sizes, levels))
 
 

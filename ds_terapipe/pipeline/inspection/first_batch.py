@@ -19,11 +19,11 @@ from ds_terapipe.errors import ConfigError, one_line
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.differences import TOLERANCE
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
-from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import draws_kept, undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.runtime import PipelineRuntime
-from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like, part_of
+from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, copy_of, like, part_of, tensors_in
 from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, check_sendable
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -126,8 +126,9 @@ class Inspection:
                 f"beside all that goes in and out of its modules ({one_line(problem)}), use false"
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):
+            try_loss = partial(self._try_loss, batch, outputs, stage.dims.outputs, spans)
             try:
-                loss = self._try_loss(batch, outputs, stage.dims.outputs, spans)
+                loss = try_loss()
             except ConfigError:
                 raise
             except Exception as problem:
@@ -139,6 +140,8 @@ class Inspection:
                 raise ConfigError(
                     f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
                 )
+            if not _is_tensor_parallel(stage.root):
+                _check_alone(stage, inputs, spans[-1].stop, try_loss)
         return outputs
 
     def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span]) -> Any:
@@ -237,6 +240,31 @@ def _check_sums(whole: float, sums: float, dtype: torch.dtype) -> None:
             f"loss_fn: got {sums:.6g} from its token_sum / token_weight in slices, must be {whole:.6g} as from its call for the "
             'whole sequence, use a token_sum that adds up over any slices, "aligned" to shift labels, or a loss without it'
         )
+
+
+def _check_alone(stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], Any]) -> None:
+    """Refuse a loss that reads what layers keep beside their outputs: behind slices that is the last one's.
+
+    A loss with a state of its own is another one in every call, behind the whole sequence too, and passes.
+    """
+
+    def found(runs: bool) -> list[Tensor]:
+        with draws_kept():
+            if runs:
+                with stage.context.forward(Unit(0, 0), Span(0, tokens, tokens)):
+                    stage.layers(copy_of(inputs))
+            return [part.detach() for part in tensors_in(try_loss())]
+
+    sliced, whole = found(False), found(True)
+    if not _are_equal(sliced, whole) and _are_equal(whole, found(True)):
+        raise ConfigError(
+            f"loss_fn: got {sliced} once layers had run in slices and {whole} once they had run whole, for the same outputs and "
+            'labels, must follow from these alone, use tensors that the layers hand on to it, or "slices": 1'
+        )
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 def _is_tensor_parallel(root: Any) -> bool:

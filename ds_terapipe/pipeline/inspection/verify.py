@@ -131,6 +131,19 @@ def _restored(modules: Sequence[nn.Module], others: Sequence[Any] = ()) -> Itera
 
 
 @contextmanager
+def draws_kept() -> Iterator[None]:
+    """Context manager that restores the random states of Python, NumPy and PyTorch."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
+
+
+@contextmanager
 def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) -> Iterator[None]:
     """Context manager for a trial run without gradients and dropout; random states, buffers and attributes are restored.
 
@@ -140,10 +153,8 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) ->
     """
     modules = [m for part in parts.values() for m in part.modules()]
     dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    states = random.getstate(), numpy.random.get_state()
     kept = _restored(modules, [getattr(loss_fn, "__self__", loss_fn)])
-    with torch.random.fork_rng(devices), torch.no_grad(), _no_dropout(), _nonzero(parts.values()), kept:
+    with draws_kept(), torch.no_grad(), _no_dropout(), _nonzero(parts.values()), kept:
         for context in parts:
             context.dropout = False
         for dropout in dropouts:
@@ -151,8 +162,6 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) ->
         try:
             yield
         finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
             for dropout in dropouts:
                 dropout.training = True
             for context in parts:

@@ -6,11 +6,13 @@ Outside a slice's forward in training, and for weights that are not plain traine
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from ds_terapipe.pipeline.operators.autograd import apply, once_differentiable
@@ -102,7 +104,14 @@ def _keeper(weight: Tensor) -> WeightGradients | None:
     if keeper is None or torch._C._are_functorch_transforms_active():  # which autograd functions do not know
         return None
     plain = weight.is_leaf and weight.requires_grad and weight.dim() == 2 and not weight.is_complex()
-    return keeper if plain else None
+    return keeper if plain and not has_operators(type(weight)) else None
+
+
+@functools.cache
+def has_operators(kind: type[Tensor]) -> bool:
+    """Whether a class of tensors sees calls of PyTorch's Python API: its linear layers may be others."""
+    own, of_all = (getattr(each.__torch_function__, "__func__", None) for each in (kind, Tensor))
+    return kind.__torch_function__ is not Parameter.__torch_function__ and own is not of_all
 
 
 def _differentiates(input: Tensor, bias: Tensor | None) -> bool:

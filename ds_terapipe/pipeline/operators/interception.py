@@ -26,6 +26,7 @@ from ds_terapipe.pipeline.operators.deferred import (
     deferred_embedding,
     deferred_linear,
     gathered_linear,
+    has_operators,
     keeper_of,
     waits_as_linear,
 )
@@ -61,7 +62,8 @@ class Interception:
                 _stand_in(module, "forward", core_attention.forward, changed)
             for method, function in _deferring(module):
                 if _stand_in(module, method, function, changed):
-                    self.deferred.update(id(p) for p in module._parameters.values() if p is not None)
+                    own = [p for p in module._parameters.values() if p is not None]
+                    self.deferred.update(id(p) for p in own if not has_operators(type(p)))
         # a function may use the weights of its module in any way, so a tied weight in it only counts if it is marked
         for root in (root for layer in layers if not _says_so(layer) for root in modules_of(layer)):
             self.deferred.difference_update(map(id, root.parameters()))
