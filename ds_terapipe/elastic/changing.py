@@ -114,9 +114,9 @@ class Mover:
         costs, _ = self.costs.now(engine)
         present = list(ModelChunks(engine.module).parts) if shape == engine.shape else None
         first, places = max(frozen, engine.untrained_layers), places_for(engine, shape.stages)
-        parts = balanced(
-            self._caching.forward_seconds(costs.forward, first), costs.backward, first, len(places), present
-        )
+        # whether a cache pays is known to those alone who have the first stage
+        forward = engine._consensus.decide(lambda: self._caching.forward_seconds(costs.forward, first))
+        parts = balanced(forward, costs.backward, first, len(places), present)
         return parts if present is None or not split(engine._shared, parts, places) else present
 
     def _prepare(self, engine: Any, shape: Shape, parts: Sequence[int], frozen: int) -> Reshape:
