@@ -63,7 +63,7 @@ def run_scripts(rank: int, world: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("out", "rule"), [
-    ("", "--out: got [^\n]*must be a new folder or an empty one"), ("new", "--model: got ./no/such, must be a folder with a model"),
+    ("", "--out: got [^\n]*must be a new folder or an empty one"), ("new", "--model: got ./no/such, must be a folder with a "),
 ])  # fmt: skip
 def test_a_folder_of_no_use_is_one_line_before_the_work(tmp_path: Path, monkeypatch: Any, out: str, rule: str) -> None:
     (tmp_path / "file").touch()
