@@ -97,9 +97,14 @@ def rows_of_step(settings: dict[str, Any], replicas: int) -> int:
 
 
 def load_tokenizer(args: argparse.Namespace) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        config = AutoConfig.from_pretrained(args.model).get_text_config()
+    except (OSError, ValueError) as problem:
+        rule = "must be a folder with a model and its tokenizer, or a name on the Hub"
+        reason = " ".join(str(problem).split())
+        raise ConfigError(f"--model: got {args.model}, {rule}, use the path of one ({reason})") from problem
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    config = AutoConfig.from_pretrained(args.model).get_text_config()
     words, vectors = len(tokenizer), config.vocab_size
     if words > vectors:
         raise ConfigError(f"--model: got a tokenizer of {words} tokens, must be at most {vectors}, use the model's own")
@@ -283,6 +288,8 @@ def main() -> None:
     if args.resume_from_checkpoint and args.checkpoints is None:
         raise ConfigError("--resume-from-checkpoint: got no --checkpoints, must be beside it, use the folder of before")
     settings = read_settings(Path(args.deepspeed_config))
+    if args.model is not None:
+        tokenizer = load_tokenizer(args)
     deepspeed.init_distributed()
     world, first = torch.distributed.get_world_size(), torch.distributed.get_rank() == 0
     if args.model is None:
@@ -290,9 +297,9 @@ def main() -> None:
 
         args.model = str(make_small_llama(first))
         torch.distributed.barrier()
+        tokenizer = load_tokenizer(args)
     args.stages = args.stages or world
 
-    tokenizer = load_tokenizer(args)
     data = read_rows("--data", args.data, tokenizer, args)
     if args.eval_data is not None:
         held_out = read_rows("--eval-data", args.eval_data, tokenizer, args)

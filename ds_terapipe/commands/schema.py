@@ -30,7 +30,7 @@ from ds_terapipe.optim.schedules.keys import MixedBatchKeys, WarmupKeys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.add_argument("--output", metavar="FILE", help="write the schema to a file, and print nothing")
+    parser.add_argument("--output", metavar="FILE", help="write the schema to a file, in place of printing it")
 
 
 def run(options: argparse.Namespace) -> None:

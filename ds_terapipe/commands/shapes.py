@@ -19,7 +19,7 @@ from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
     parser.add_argument("file", metavar="FILE", help="file of elastic_pipeline.history_path")
-    parser.add_argument("--output", metavar="FILE", help="draw the shapes into an SVG file, and print nothing")
+    parser.add_argument("--output", metavar="FILE", help="draw the shapes into an SVG file, in place of the text")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -62,11 +62,13 @@ def run_scripts(rank: int, world: int, folder: Path) -> None:
             runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
-def test_an_out_that_cannot_be_written_is_one_line_before_the_work(tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("out", "rule"), [
+    ("", "--out: got [^\n]*must be a new folder or an empty one"), ("new", "--model: got ./no/such, must be a folder with a "),
+])  # fmt: skip
+def test_a_folder_of_no_use_is_one_line_before_the_work(tmp_path: Path, monkeypatch: Any, out: str, rule: str) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(sys, "argv", f"finetune_llama.py --model none --data none --out {tmp_path}".split())
-    rule = "must be a new folder or an empty one"
-    with pytest.raises(SystemExit, match=rf"^finetune_llama\.py: error: --out: got [^\n]*{rule}[^\n]*, use [^\n]*$"):
+    monkeypatch.setattr(sys, "argv", f"finetune_llama.py --model ./no/such --data none --out {tmp_path / out}".split())
+    with pytest.raises(SystemExit, match=rf"^finetune_llama\.py: error: {rule}[^\n]*, use [^\n]*$"):
         runpy.run_path(str(SCRIPT), run_name="__main__")
 
 

@@ -173,7 +173,7 @@ class Inspection:
         with torch.set_grad_enabled(self.trains):  # a loss may differentiate, as for a penalty of its gradient
             whole = loss_of([Span(0, tokens, tokens)])
             if label_cuts is not None:
-                _check_sums(float(whole), float(loss_of(spans)), as_tuple(outputs)[0].dtype)
+                _check_sums(float(whole.detach()), float(loss_of(spans).detach()), as_tuple(outputs)[0].dtype)
         return whole
 
     def _set_dims(self, probes: dict[int, SequenceProbe]) -> None:
