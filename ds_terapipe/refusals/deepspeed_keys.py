@@ -121,7 +121,9 @@ def _check_curriculum(config: Mapping[str, Any], stages: int) -> None:
         beside, why = "several pipeline stages", "DeepSpeed's sampler hands samples on within the first stage alone"
         if elastic:
             beside, why = "elastic_pipeline", "elastic_pipeline.data gives the order of samples"
-        raise bad_value(_CURRICULUM, True, f"false beside {beside} and training_data ({why})", "false, or a loader of your own")
+        raise bad_value(
+            _CURRICULUM, True, f"false beside {beside} and training_data ({why})", "false, or a loader of your own"
+        )
 
 
 def _check_reading(config: Mapping[str, Any], model: PipelineModule) -> None:
