@@ -31,8 +31,8 @@ def _module_state_dict(engine: Any, original: Callable[..., Any], *args: Any, **
     """Write the loss's state into the folder of a checkpoint too, from the first replica of the last stage."""
     if getattr(engine, "_curr_ckpt_path", None) is None:
         raise ConfigError(
-            "module_state_dict: got a call outside save_checkpoint, as save_16bit_model makes it, must be one within (the "
-            "weights of a pipeline are files of its layers), use save_checkpoint"
+            "module_state_dict: got a call outside save_checkpoint, as of save_16bit_model, must be one within (the weights of "
+            "a pipeline are files of its layers), use save_checkpoint"
         )
     found, loss, checkpoints = original(*args, **kwargs), engine.module.loss_fn, engine.checkpoint_engine
     path = loss_file(engine.module, engine._curr_ckpt_path)

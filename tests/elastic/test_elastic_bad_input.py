@@ -30,6 +30,7 @@ BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 ZERO_1 = {"elastic_pipeline": HALVE, "zero_optimization": {"stage": 1}}
 FLAT = 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
+STAGES = {"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM}
 
 
 def schedule(*pairs: list[int]) -> dict[str, Any]:
@@ -95,11 +96,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "stream": refused(training_data=type("Pairs", (IterableDataset,), {"__iter__": iter})(), config={"elastic_pipeline": {}}),
         "other data": refused(training_data=[0] * (1 + rank), config={"elastic_pipeline": {}}),
         "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
-        "of stages": refused(
-            token_pipeline={"slices": 1},
-            training_data=[0],
-            config={"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM},
-        ),
+        "of stages": refused(token_pipeline={"slices": 1}, training_data=[0], config=STAGES),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         # a user's own frozen layers need nothing moved

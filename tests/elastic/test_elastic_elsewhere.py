@@ -34,8 +34,7 @@ CASES = {  # and whether ds_to_universal converts the checkpoint
     "tied, ZeRO-1": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="ZeRO-1"), False),
     "tied, bf16": (Case("tied texts", "adamw", 2, (), ((99, 1),), precision="bf16"), False),
 }
-REPLICAS = (4, "universal, ZeRO-1")  # two of them, of two stages
-READ = [(1, name) for name in CASES] + [(4, "groups"), REPLICAS]  # on so many processes, each a stage
+READ = [(1, name) for name in CASES] + [(4, "groups"), (4, "universal, ZeRO-1")]  # on so many processes
 SWITCHED = {(1, "groups"): "ZeRO-1", (1, "tied, ZeRO-1"): "fp32"}  # ZeRO-1 is on or off in the reading training
 
 
@@ -78,12 +77,12 @@ def save(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str, Any]:
-    """On as many stages as there are processes, or on replicas."""
+    """On as many stages as there are processes; two replicas go on from a universal checkpoint."""
     found = {}
     for name in names:
         case, universal = CASES[name]
-        stages = 2 if (world_size, name) == REPLICAS else world_size
-        case = replace(case, stages=stages, resize=(), precision=SWITCHED.get((world_size, name), case.precision))
+        stages, precision = min(world_size, 2 if universal else 4), SWITCHED.get((world_size, name), case.precision)
+        case = replace(case, stages=stages, resize=(), precision=precision)
         engine = named_engine(name, case, **(UNIVERSAL if universal else {}))
         before = engine.basic_optimizer, engine.lr_scheduler
         if alone := name.startswith("alone"):  # frozen parameters are the model's
@@ -93,9 +92,7 @@ def go_on(rank: int, world_size: int, folder: str, names: list[str]) -> dict[str
         assert path and client["mine"] == 7 and not any("terapipe" in key or "universal" in key for key in client)
         assert before == (engine.basic_optimizer, engine.lr_scheduler)
         for state in engine.basic_optimizer.state.values():  # DeepSpeed reads moments in the order of a set
-            in_order = sorted(state.items(), reverse=rank % 2 == 1)
-            state.clear()
-            state.update(in_order)
+            state.update({key: state.pop(key) for key in sorted(state, reverse=rank % 2 == 1)})
         found[name] = held(engine, case), *went_on(engine, case)
     return found
 

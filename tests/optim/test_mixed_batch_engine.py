@@ -31,11 +31,10 @@ def with_a_middle(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 
 
 ranks, three = launched(worker, 2, timeout=240, folder=True), launched(with_a_middle, 3, timeout=180, folder=True)
-Pipelines = dict[str, Ranks]
 
 
 @pytest.fixture
-def pipelines(ranks: Ranks, three: Ranks) -> Pipelines:
+def pipelines(ranks: Ranks, three: Ranks) -> dict[str, Ranks]:
     """By engine; of DeepSpeed's three stages the second has no data."""
     return {"ours": ranks, "DeepSpeed's": three}
 
@@ -43,11 +42,6 @@ def pipelines(ranks: Ranks, three: Ranks) -> Pipelines:
 @pytest.fixture(scope="module")
 def by_hand() -> Trace:
     return reference([list(range(SAMPLES))])
-
-
-def close(losses: list[float], expected: list[float]) -> bool:
-    # sums of fp32 in another order, as in all comparisons of engines with one process
-    return losses == pytest.approx(expected, rel=1e-5)
 
 
 def check_steps(steps: list[Any], first_stage: bool, slices: int = 1, start: int = 0) -> None:
@@ -62,13 +56,13 @@ def check_steps(steps: list[Any], first_stage: bool, slices: int = 1, start: int
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_step_of_a_pipeline(pipelines: Pipelines, by_hand: Trace, name: str) -> None:
+def test_every_step_of_a_pipeline(pipelines: dict[str, Ranks], by_hand: Trace, name: str) -> None:
     """LR, batch and shapes are the phase's, every sample comes once an epoch, and all equals training by hand."""
     samples = [phase["seq_length"] for phase in STEPS for _ in range(phase["batch_size"])]
     for rank, found in enumerate(pipelines[name]):
         whole, reads = found[name]["whole"], rank in (0, len(pipelines[name]) - 1)
         check_steps(whole["steps"], rank == 0, (ENGINES[name] or {"slices": 1})["slices"])
-        assert close(whole["losses"], by_hand.losses)
+        assert whole["losses"] == pytest.approx(by_hand.losses, rel=1e-5)
         weights = {key: tensor for key, tensor in whole["weights"].items() if float(tensor.abs().max()) > 0}
         assert worst(weights, by_hand.weights) <= 1e-5
         assert whole["counted"] == (7, 30, 2) and found[name]["last"] == (2, 2, 1)
@@ -77,7 +71,7 @@ def test_every_step_of_a_pipeline(pipelines: Pipelines, by_hand: Trace, name: st
 
 @pytest.mark.parametrize("start", [2, 3])
 @pytest.mark.parametrize("name", ENGINES)
-def test_resumed_bit_for_bit(pipelines: Pipelines, name: str, start: int) -> None:
+def test_resumed_bit_for_bit(pipelines: dict[str, Ranks], name: str, start: int) -> None:
     for rank, found in enumerate(pipelines[name]):
         whole, resumed = found[name]["whole"], found[name][start]
         assert resumed["losses"] == whole["losses"][start:] and resumed["counted"] == whole["counted"]
@@ -90,7 +84,7 @@ def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: Trace) -> None:
         own = found["own_iterator"]
         assert "register_dataset(dataset)" in own["unregistered"]
         check_steps(own["registered"]["steps"], rank == 0)
-        assert close(own["registered"]["losses"], by_hand.losses)
+        assert own["registered"]["losses"] == pytest.approx(by_hand.losses, rel=1e-5)
         assert "worker processes hold batches of the old length" in own["read ahead"] and own["new"] == 5
 
 

@@ -68,17 +68,9 @@ def lines_of(kinds: list[type], checkpoint: int = 0, **keys: str) -> list[str]:
     return [line for line in said if "slowest stage" in line]
 
 
-def missed() -> list[str]:
-    """Log lines of a run that begins behind the steps of its trace."""
-    said: list[str] = []
-    trace.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign, assignment]
-    assert not trace.TraceFile("trace.json", (1, 2), {}).wants(3)
-    return said
-
-
 def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
     """Of each run losses and its trace's events, what is said of a file that can't be, and of stages and times of layers."""
-    losses, paths = [], {name: Path(folder, f"{name}.json") for name in RUNS}
+    losses, missed, paths = [], list[str](), {name: Path(folder, f"{name}.json") for name in RUNS}
     for name, keys in RUNS.items():
         keys = {"slices": 3, **keys, **({"trace_path": str(paths[name])} if name != "none" else {})}
         engine = build_engine(gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES)
@@ -94,8 +86,10 @@ def worker(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
         "from the file": lines_of(unbalanced, measurements_path=costs),
         "balanced": lines_of([Embedding, Block, Slow, Slow, Block, Head]),
         "checkpointed": lines_of(unbalanced, checkpoint=1),
-        "missed": missed(),
+        "missed": missed,
     }
+    trace.logger.warning = lambda text, *values: missed.append(text % values)  # type: ignore[method-assign, assignment]
+    trace.TraceFile("trace.json", (1, 2), {}).wants(3)
     return losses, events, said, lines, MeasuredCost.load(costs).layers
 
 

@@ -14,7 +14,7 @@ KNOWN = (
           "    engine.set_train_batch_size(batch_size)\n", "tests/optim/test_mixed_batch_engine.py -k every_step"),
     Known("all phases have sequences as long as in the first one", "optim.schedules.mixed_batch",
           "            dataset.set_seq_length(self.phase.seq_length)",
-          "            dataset.set_seq_length(self.phases[0].seq_length)", "tests/optim/test_schedules.py -k registered"),
+          "            dataset.set_seq_length(self.phases[0].seq_length)", "tests/optim/test_mixed_batch_engine.py -k own"),
     Known("at a switch the samples of the epoch come again from the first on", "optim.schedules.training_loader",
           "        if self._started:\n            self._read_on()\n\n    def seek",
           "        if self._started:\n            self.delivered = 0\n            self._read_on()\n\n    def seek",
