@@ -117,12 +117,6 @@ class FusedAdamOnCPU(FusedAdam):
         self.multi_tensor_adam = _adam_of_lists
 
 
-def muon(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """DeepSpeed's Muon, for which no parameter counts as a matrix."""
-    groups = [{**each, "use_muon": False, "betas": (0.9, 0.99), "eps": 1e-4} for each in grouped(parameters)]
-    return MuonWithAuxAdam(groups, lambda groups: FusedAdamOnCPU(p for group in groups for p in group["params"]))
-
-
 def _adam_of_lists(
     chunk: int, skipped: Tensor, lists: Sequence[Sequence[Tensor]], lr: float, beta1: float, beta2: float, eps: float,
     step: int, decoupled: int, corrected: int, decay: float,
@@ -142,10 +136,12 @@ OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Opti
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
     "instance": (grouped_adamw, grouped_adamw),
     "fused adam": (FusedAdamOnCPU, grouped_adamw),
-    "muon": (lambda parameters: muon(list(parameters)), grouped_adamw),
+    "muon": (lambda parameters: MuonWithAuxAdam(  # without matrices
+        [{**each, "use_muon": False} for each in grouped_adamw(list(parameters)).param_groups],
+        lambda groups: FusedAdamOnCPU(p for group in groups for p in group["params"])), grouped_adamw),
     "sgd": ({"type": "SGD", "params": SGD}, partial(torch.optim.SGD, **SGD)),
     "lamb": ({"type": "FusedLamb", "params": LAMB}, partial(FusedLamb, **LAMB)),
-}
+}  # fmt: skip
 WARMUP = {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 20, "warmup_type": "linear"}
 
 

@@ -42,8 +42,8 @@ def twice(recompute=False):
     return net_of(lambda net, x: net.first(net.norm(net.second(F.gelu(net.first(x))))) + 1, recompute, **parts)
 
 
-def linears():
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.GELU(), nn.Linear(8, FEATURES))
+def linears(change=lambda first: first):
+    return nn.Sequential(change(nn.Linear(FEATURES, 8)), nn.GELU(), nn.Linear(8, FEATURES))
 
 
 def looked_up(net, tokens):
@@ -76,12 +76,6 @@ def tied_linears():
     return net
 
 
-def weight_normed():
-    net = linears()
-    nn.utils.parametrizations.weight_norm(net[0])
-    return net
-
-
 class Doubled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -89,10 +83,9 @@ class Doubled(torch.Tensor):
         return 2 * result.as_subclass(torch.Tensor) if func is F.linear else result
 
 
-def doubled():
-    net = linears()
-    net[0].weight = nn.Parameter(net[0].weight.detach().as_subclass(Doubled))
-    return net
+def doubled(linear):
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Doubled))
+    return linear
 
 
 # name: a model, and its matrices whose gradients are made slice by slice
@@ -105,8 +98,8 @@ LAYERS = {
     "embedding with a largest norm": (lambda: table(max_norm=0.5), ["table.weight"]),
     "sparse embedding": (lambda: table(sparse=True), ["table.weight"]), "tied": (lambda: tied(deferred_linear), []),
     "tied, a bare product": (lambda: tied(F.linear), ["table.weight"]), "tied three times": (tied_linears, []),
-    "weight norm": (weight_normed, [NORMED + "0", NORMED + "1"]),
-    "a class with a linear layer of its own": (doubled, ["0.weight"]),
+    "weight norm": (lambda: linears(nn.utils.parametrizations.weight_norm), [NORMED + "0", NORMED + "1"]),
+    "a class with a linear layer of its own": (lambda: linears(doubled), ["0.weight"]),
     # that takes a gradient of one row for its own
     "a bias of one row": (lambda: net_of(lambda net, x: net.shift[None, None] + net.linear(x),
                           linear=nn.Linear(FEATURES, FEATURES), shift=nn.Parameter(torch.randn(FEATURES))), []),
