@@ -159,6 +159,13 @@ def test_outputs_that_are_not_of_their_samples_alone_are_not_kept(make, layer, s
     assert sum("for 2 layers" in line and why in line for line in said) == 1 and getattr(layer, "num_batches_tracked", 5) == 5
 
 
+def test_a_mask_of_infinities_is_kept_as_any_other_output(make: Made) -> None:
+    hide = type("Hide", (nn.Module,), {"forward": lambda self, hidden: hidden.masked_fill(hidden > 0.5, -torch.inf)})()
+    cache, stage = begun(make(), Slow(), hide)
+    found = [step(cache, stage, batch(0))[0] for _ in range(3)]
+    assert cache.counts.read > 0 and all(torch.equal(each, found[0]) and each.isinf().any() for each in found)
+
+
 @pytest.mark.parametrize(("more", "factor"), [((), 1), ((Slow(),), 1), ((), 0)], ids=["their level", "the next level", "zeros"])
 def test_entries_that_are_not_what_the_layers_put_out_are_found_out(more: Any, factor: int, make: Made, said: list[str]) -> None:
     torch._foreach_mul_([*(layer := Slow().requires_grad_(False)).parameters()], factor)
