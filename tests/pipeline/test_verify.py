@@ -5,6 +5,7 @@ import io
 import math
 import random
 import re
+import warnings
 from contextlib import redirect_stdout
 from functools import partial
 from unittest import mock
@@ -127,6 +128,8 @@ def said_of(specs, loss, slices=SLICES, evaluates=False):
     before = copy.deepcopy(engine.module.state_dict())
     if evaluates:
         engine.eval_batch(iter(STEPS[1]))
+    torch.set_warn_always(True)
+    warnings.filterwarnings("error", "Converting a tensor with requires_grad")
     try:
         said = "trained" if math.isfinite(float(engine.train_batch(iter(steps_of(1, 2, masked=masked)[0])))) else "not finite"
     except ConfigError as error:

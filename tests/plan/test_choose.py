@@ -57,7 +57,6 @@ def test_weight_gradients_are_work_of_every_stage_whether_cut_or_not(schedule, l
     cost = ExampleCost([1.0, 2.0, 1.5], weights=2e-5)
     times = StepTimes(cost, 3, 5, weights_once=True)
     result = times.simulate(schedule, lengths)
-    assert times.seconds(schedule, lengths) == pytest.approx(result.makespan, rel=1e-12)
     assert sum(a.op is Op.WEIGHT_GRADIENTS for a in result.grid[1]) == (
         0 if len(lengths) == 1 else {"late": 20, "zero_bubble": 13}.get(schedule, 5)
     )

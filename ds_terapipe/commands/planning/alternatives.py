@@ -84,9 +84,7 @@ def interleaved(inputs: Inputs) -> Row | str:
     if not request.allows((request.seq_length,)):
         return "interleaving: not known, no unsliced sequence was measured"
     if request.micro_batches % places:
-        return (
-            f"interleaving: not possible, {request.micro_batches} micro-batches are no multiple of the {places} stages"
-        )
+        return f"interleaving: needs a multiple of the {places} stages as micro-batches, not {request.micro_batches}"
     found = []
     for chunks in _CHUNKS if isinstance(inputs.source, Analytic) else _UNKNOWN_LAYERS:
         there = placed(inputs, Placement.interleaved(places, chunks))

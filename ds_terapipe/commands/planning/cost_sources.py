@@ -201,7 +201,8 @@ class Measured:
         """Description of the measurements."""
         placement = self.measured.placement
         where = "" if placement.is_plain else f" on {placement.places} places"
-        return f"measured on {self.stages} stages{where}, {self.measured.sequences} sequences at once ({self.path})"
+        count = self.measured.sequences
+        return f"measured on {self.stages} stages{where}, {count} sequence{'s' * (count > 1)} at once ({self.path})"
 
     @property
     def about(self) -> Mapping[str, Any]:
