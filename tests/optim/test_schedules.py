@@ -280,7 +280,6 @@ def test_a_data_set_of_another_size_starts_its_epoch() -> None:
 
 
 def test_registered_data_without_a_length_is_refused() -> None:
-    message = r"seq_length \[16, 32, 32\] with data of type list, must have a method set_seq_length"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"seq_length \[16, 32, 32\] with data of type list, must have a method set_seq_length"):
         MixedBatch(sgd(), phases=SMALL).register_dataset([1, 2])
     MixedBatch(sgd(), phases=SMALL[1:]).register_dataset([1, 2])
