@@ -1,6 +1,5 @@
 """Layers, their settings, parameter groups and samples go from one shape to another without loss: tests of one process."""
 
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -69,8 +68,9 @@ def test_what_is_on_a_device_is_sent_and_not_described() -> None:
     assert list(sent_of({"step": here, "moment": torch.zeros(1), "matrix": torch.zeros(2), "rows": (1, 2)})) == ["matrix"]
     assert list(sent_of({"step": there, "moment": there, "count": here})) == ["moment", "step"]
     layer = nn.Linear(1, 1, bias=False)
-    optimizer: Any = SimpleNamespace(param_groups=[], state={layer.weight: {"step": DeviceSteps(torch.tensor(8.0))}})
-    assert stage_state({"5.": layer}, optimizer).tensors["5.weight"].values == {"step": 7}
+    state = {"step": DeviceSteps(torch.tensor(8.0)), "factors": [torch.ones(2)]}
+    described = stage_state({"5.": layer}, Mock(param_groups=[], state={layer.weight: state})).tensors["5.weight"].values
+    assert described["step"] == 7 and described["factors"][0].device == "cpu"
 
 
 @pytest.mark.parametrize(("dimension", "stride"), [(0, 1), (1, 1), (0, 2)])

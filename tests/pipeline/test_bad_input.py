@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[list[Any], Any, str]] = {
     "other inputs": ([LayerSpec(Raising), *model()], mean_loss, "the data iterator: got inputs that the model fails with, cut"),
     "no loss_fn": (model(), None, "got a PipelineModule without loss_fn"),
     "losses": (model(), lambda outputs, labels: (mean_loss(outputs, labels), 0), "loss_fn: got tuple from it, must be"),
-    "kept": (model(Keeping), lambda outputs, labels: mean_loss(outputs, labels) + KEPT[-1].detach(), "loss_fn: got [tensor("),
+    "kept": (model(Keeping), lambda outputs, labels: mean_loss(outputs, labels) + KEPT[-1].detach(), "had run in slices and "),
     "labels": (model(), lambda outputs, labels: mean_loss(outputs, labels[:, 1:]), "got labels that the loss_fn"),
 }
 # the second rank's settings, where it is given others the first one's, and what the one line says

@@ -84,19 +84,25 @@ def values_of(layers: Mapping[str, nn.Module], places: Iterable[Place], tensor: 
             continue
         holder, key = _holder(modules, place)
         if (value := vars(holder).get(key)) is not None:
-            found[place] = tree_map_only(Tensor, lambda each: OnHost(each.detach().cpu(), each.device.type), value)
+            found[place] = to_host(value)
     return found
 
 
 def put(layers: Mapping[str, nn.Module], values: Mapping[Place, Any], device: torch.device) -> None:
     """Set attributes of newly built layers; ``device``: of those that were on one of its type."""
     modules = _modules(layers)
-
-    def placed(each: OnHost) -> Tensor:
-        return each.values.to(device if each.device == device.type else "cpu")
-
     for place, value in values.items():
-        setattr(*_holder(modules, place), tree_map_only(OnHost, placed, value))
+        setattr(*_holder(modules, place), to_device(value, device))
+
+
+def to_host(value: Any) -> Any:
+    """Return a value with each tensor in it `OnHost`."""
+    return tree_map_only(Tensor, lambda each: OnHost(each.detach().cpu(), each.device.type), value)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Invert `to_host`; ``device``: of the tensors that were on one of its type."""
+    return tree_map_only(OnHost, lambda each: each.values.to(device if each.device == device.type else "cpu"), value)
 
 
 def _holder(modules: Mapping[str, nn.Module], place: Place) -> tuple[Any, str]:

@@ -270,7 +270,7 @@ class Reshape:
         self._rooms[name] = [values, *(moments[key] for key in sorted(moments))]
         if moments or info.values:
             # step counts first, in the optimisers' order: checkpoints do not depend on moves
-            self._states[name] = {**info.values, **moments}
+            self._states[name] = {**attributes.to_device(dict(info.values), self._device), **moments}
 
     def _fill(self, name: str, layers: Mapping[str, nn.Module], info: TensorInfo, received: bool) -> None:
         """Set a tensor of the new layers from the received values, or from the live tensor that it replaces."""

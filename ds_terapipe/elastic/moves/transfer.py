@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.moves.attributes import checksums, is_plain
+from ds_terapipe.elastic.moves.attributes import checksums, is_plain, to_host
 from ds_terapipe.elastic.moves.groups import numbers
 from ds_terapipe.elastic.policies.resize import POLICY
 from ds_terapipe.errors import ConfigError
@@ -44,7 +44,7 @@ class TensorInfo:
         attributes: plain values set on it.
         group: number of its parameter group; None: not in the optimiser.
         moments: tensors of the optimiser's state that are sent, by name.
-        values: the rest of the optimiser's state, nothing on a device.
+        values: the rest of the optimiser's state, each tensor in it `OnHost`.
         used: whether the optimiser has ever had a gradient for it, as its moments show.
     """
 
@@ -99,7 +99,7 @@ def stage_state(
                 {key: value for key, value in vars(parameter).items() if is_plain(value)},
                 group_of.get(id(parameter)),
                 {key: kind_of(value) for key, value in sent.items()},
-                {key: described(value) for key, value in state.items() if key not in sent},
+                {key: to_host(described(value)) for key, value in state.items() if key not in sent},
                 prefix not in shared or has_moved(state),
             )
         for name, buffer in layer.named_buffers():

@@ -258,9 +258,13 @@ def _check_alone(stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], 
     sliced, whole = found(False), found(True)
     if not _are_equal(sliced, whole) and _are_equal(whole, found(True)):
         raise ConfigError(
-            f"loss_fn: got {sliced} once layers had run in slices and {whole} once they had run whole, for the same outputs and "
-            'labels, must follow from these alone, use tensors that the layers hand on to it, or "slices": 1'
+            f"loss_fn: got {_means(sliced)} once layers had run in slices and {_means(whole)} once they had run whole, for the "
+            'same outputs and labels, must follow from these alone, use tensors that the layers hand on to it, or "slices": 1'
         )
+
+
+def _means(parts: Sequence[Tensor]) -> str:
+    return " and ".join(f"{float(part.double().mean()):.6g}" for part in parts)
 
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
