@@ -139,6 +139,7 @@ def test_the_loss_of_the_whole_is_no_cost_of_a_slice():
     assert cost.loss == pytest.approx((0.003, 0.006), rel=0.05)
     agree(cost, truth(WithLoss), relative=0.02)
     assert learn(recorded(truth(WithLoss))).loss == (0, 0)
+    assert cost.of_length(32).forward(1, 16.0, 16.0) - cost.forward(1, 16.0, 16.0) == pytest.approx(0.0015, rel=0.05)
 
 
 def test_other_cuts_are_predicted():

@@ -170,7 +170,9 @@ def read_inputs(options: argparse.Namespace, unit_costs: bool = False, plan: Pla
     known: dict[str, Any] = {"stages": source.stages, "weights_once": given.weight_gradients != "slice"}
     length = given.seq_length or SEQ_LENGTH
     if isinstance(source, Measured):
-        measured, length = source.measured, given.seq_length or source.measured.max_length
+        length = given.seq_length or source.measured.max_length
+        measured = source.measured.of_length(length)
+        source = replace(source, measured=measured)
         known = {"stages": measured.placement, "weights_once": source.weights_once, "max_slice": measured.max_slice}
         known["min_length"] = max(measured.min_length, given.granularity)
         limit_name = limit_name if given.memory_gb else f"{source.path}: measured_on.memory_limit_bytes, in GB"

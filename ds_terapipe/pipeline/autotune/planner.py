@@ -81,7 +81,7 @@ class Planner:
     def plan(self, shape: Shape) -> Plan:
         """Return the fastest plan for such steps, and log it; collective."""
         assert self.cost is not None
-        cost = self.cost
+        cost = self.cost.of_length(shape[0])
         request = self._request(cost, shape)
 
         def chosen() -> tuple[Plan, str]:
@@ -97,7 +97,8 @@ class Planner:
     def rivals(self, planned: Plan, steps: Sequence[RecordedStep]) -> list[Plan]:
         """Return the fastest trials other than the plan, as plans; collective."""
         assert self.cost is not None
-        cost, request = self.cost, self._request(self.cost, (planned.seq_length, planned.micro_batches))
+        cost = self.cost.of_length(planned.seq_length)
+        request = self._request(cost, (planned.seq_length, planned.micro_batches))
         seconds: dict[tuple[int, ...], float] = {}
         for step in steps:
             if self.limit.fits(step.slices, planned.micro_batches):

@@ -8,6 +8,7 @@ more context never take less time, whatever the noise.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -171,6 +172,14 @@ class MeasuredCost:
         self.sequences, self.memory, self.loss, self.layers = sequences, memory, loss, layers
         self.measured_on = dict(measured_on or {})
         self._messages = [Curve(points, f"messages of boundary {index}") for index, points in enumerate(messages)]
+        self._ends = self.max_length  # tokens of a sequence, with the last of which comes the loss
+
+    def of_length(self, length: int) -> MeasuredCost:
+        """Return the costs of slices of sequences of ``length`` tokens, whose loss takes a share by tokens."""
+        costs, (forward, backward) = copy.copy(self), self.loss
+        costs._ends, share = length, length / self._ends
+        costs.loss = forward * share, backward * share
+        return costs
 
     @property
     def stages(self) -> int:
@@ -225,7 +234,7 @@ class MeasuredCost:
         """``seconds``, and the loss for the slice that ends a sequence on the last stage."""
         if stage < self.stages - 1 or not loss:
             return seconds
-        ends = np.asarray(length) + np.asarray(context) >= self.max_length
+        ends = np.asarray(length) + np.asarray(context) >= self._ends
         return _like(length, np.asarray(seconds) + np.where(ends, loss, 0.0))
 
     def weights(self, stage: int, length: Tokens) -> Tokens:
