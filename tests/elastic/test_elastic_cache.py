@@ -35,8 +35,7 @@ CASES = {
     "by hand on two stages": (Case("mostly frozen", "adamw", 2, (), (), slices="auto", steps=5), EXACT),
     "bf16 entries": (Case("texts", "sgd", 2, ((1, 2),), (), steps=6), BF16),
 }
-# the first stage alone knows that its cache does not pay, and all ranks divide the layers alike
-SLOW = {"slow": (Case("texts", "adamw", 2, ((1, 3), (5, 4)), ((9, 1),), steps=7), EXACT)}
+SLOW = {"slow": (Case("texts", "adamw", 2, ((1, 3), (5, 4)), ((9, 1),), steps=7), EXACT)}  # only the first stage knows it
 RESUMED = Case("texts", "adamw", 2, ((2, 2),), ((5, 1),), steps=12)
 OVER = threading.Event()  # of this process: its step
 
