@@ -205,7 +205,7 @@ def test_hugging_face_folder_without_weights(tmp_path, capsys):
     llama = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=256)
     llama.save_pretrained(tmp_path / "llama")
     script, config = written(tmp_path / "tune.py", HF), written(tmp_path / "ds_config.json", settings())
-    checked = stages(capsys, "--world", 2, "--seq-length", LENGTH, "--", script, tmp_path / "llama", config)
+    checked = stages(capsys, "--world", 2, "--", script, tmp_path / "llama", config, "--max-seq-length", LENGTH)
     assert sum(stage["parameters"] for stage in checked) == LlamaForCausalLM(llama).num_parameters()
     assert not any(stage["computed"] or stage["notes"] for stage in checked)
 

@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_argument("--ds-config", metavar="FILE", help="DeepSpeed configuration of a script that names none")
     add_argument("--world", type=int, metavar="N", required=True, help="processes of the launch")
     add_argument(
-        "--seq-length", type=int, metavar="L", help="tokens of a sequence (default: the script's --seq-length)"
+        "--seq-length",
+        type=int,
+        metavar="L",
+        help="tokens of a sequence (default: the script's --seq-length or --max-seq-length)",
     )
     add_argument("--cluster", metavar="FILE", help=f"devices that must hold the launch: a JSON file, or {CLUSTER}")
     add_argument(
@@ -98,7 +101,6 @@ def _own_arguments(script: tuple[str, ...]) -> argparse.Namespace:
     """Return those of the script's arguments that a check knows."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", nargs="?")
-    parser.add_argument(
-        "--seq-length", "--seq_length", nargs="?", type=lambda text: int(text) if text.isdigit() else None
-    )
+    names = ("--seq-length", "--seq_length", "--max-seq-length", "--max_seq_length")
+    parser.add_argument(*names, nargs="?", type=lambda text: int(text) if text.isdigit() else None)
     return parser.parse_known_args(script[1:])[0]
