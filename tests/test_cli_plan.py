@@ -102,7 +102,7 @@ def test_the_configuration_is_read_and_arguments_win(tmp_path, capsys, model):
     assert found["memory_limit_bytes"] == 4e9 and found["memory_bytes"][0]["fixed"] == 0
     assert all(length % 64 == 0 for length in found["slices"])
     other = ["--sequences", 4, "--micro-batches", 4, "--schedule", "terapipe", "--memory-gb", 5]
-    found = figures(capsys, *arguments, *other, "--tensor-parallel", 16, "--sequence-parallel", "--granularity", 24)
+    found = figures(capsys, *arguments, *other, "--tensor-parallel", 16, "--sequence-parallel", "--seq-length", 576)
     assert all(length % 16 == 0 for option in found["options"] for length in option["slices"])
     assert [found[name] for name in ("sequences", "micro_batches", "schedule", "memory_limit_bytes")] == [1, 4, "terapipe", 5e9]
     config = written(tmp_path / "v.json", {**sizes, "token_pipeline": {"slices": 4, "stages_per_place": 2, "placement": "v"}})
