@@ -127,7 +127,8 @@ class Plan:
         bubble = f"bubble {self.bubble['total']:.1%} ({parts})"
         return (
             f"plan: {option_name(self.schedule, self.slices)}: {compact(self.slices)} tokens",
-            f"for {self.stages} stages{on}, {self.micro_batches} micro-batches of {self.sequences} x {self.seq_length} tokens",
+            f"for {quantity(self.stages, 'stage')}{on}, {quantity(self.micro_batches, 'micro-batch')} of {self.sequences} x "
+            f"{self.seq_length} tokens",
             f"  step {seconds_text(self.step_s)} predicted, {bubble}",
         )
 
@@ -218,6 +219,12 @@ def compact(lengths: Sequence[int]) -> str:
     """Lengths as text, repeats counted: ``512x3, 496, 16``."""
     groups = [(length, len([*group])) for length, group in groupby(lengths)]
     return ", ".join(f"{length}x{count}" if count > 1 else str(length) for length, count in groups)
+
+
+def quantity(count: int, noun: str) -> str:
+    """A number and its noun: ``1 stage``, ``2 stages``, ``2 micro-batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural * (count != 1)}"
 
 
 def seconds_text(seconds: float) -> str:

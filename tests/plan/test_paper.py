@@ -97,6 +97,13 @@ def test_held_out_times_and_setting_10_are_predicted(result):
     assert tenth["setting"] == 10 and tenth["speedup_simulated"] == pytest.approx(5.822 / 1.160, rel=0.10)
 
 
+def test_own_plans_are_never_slower_than_the_papers(result):
+    theirs = {each["setting"]: each["simulated_s"] for each in result.figures if each["kind"] == "with"}
+    gains = [theirs[each["setting"]] / each["own_best_s"] for each in result.settings]
+    assert min(gains) >= 1 and max(gains) > 1.01
+    assert all(sum(each["own_best_slices"]) == 2048 for each in result.settings)
+
+
 def test_the_command_prints_the_table_and_the_same_figures_without_calibration(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(paper, "simulated", closed_form)  # equal, by the test above, and quick
     arguments = ["reproduce-paper", "--uncalibrated", "--granularity", "64", "--json", str(tmp_path / "paper.json")]

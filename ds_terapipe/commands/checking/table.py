@@ -10,6 +10,7 @@ from typing import Any
 from ds_terapipe.commands.checking.planned import Outcome
 from ds_terapipe.commands.checking.rank import Report
 from ds_terapipe.plan.costs.memory import MemoryUse, gigabytes
+from ds_terapipe.plan.result import quantity
 
 _COLUMNS = ("layers", "parameters", "weights", "gradients", "optimiser", "activations", "buffers", "peak")
 COMPUTED = "~"  # before a figure that fake tensors could not give
@@ -23,7 +24,7 @@ def table(reports: Sequence[Report], outcome: Outcome) -> list[str]:
     lines = [
         f"launch: {_sizes(first)} x {first.tensor} tensor-parallel x {first.replicas} replicas = "
         f"{len(first.ranks) * first.tensor * first.replicas} ranks",
-        f"step: {first.micro_batches} micro-batches of {first.sequences} x {length} tokens on each replica",
+        f"step: {quantity(first.micro_batches, 'micro-batch')} of {first.sequences} x {length} tokens on each replica",
     ]
     rows = [_cells(here, use) for here, use in _places(reports, outcome)]
     lines += _aligned([(outcome.row, *_COLUMNS), *_together(rows)])

@@ -20,6 +20,7 @@ from ds_terapipe.plan.costs.analytic_memory import analytic_memory
 from ds_terapipe.plan.costs.cost import MeasuredCost, Tokens
 from ds_terapipe.plan.costs.hardware import Cluster, Model
 from ds_terapipe.plan.costs.memory import GIGABYTE, MemoryModel
+from ds_terapipe.plan.result import quantity
 from ds_terapipe.plan.stages import LayerSeconds, even
 from ds_terapipe.schedule import Placement
 
@@ -201,8 +202,8 @@ class Measured:
         """Description of the measurements."""
         placement = self.measured.placement
         where = "" if placement.is_plain else f" on {placement.places} places"
-        count = self.measured.sequences
-        return f"measured on {self.stages} stages{where}, {count} sequence{'s' * (count > 1)} at once ({self.path})"
+        sequences = quantity(self.measured.sequences, "sequence")
+        return f"measured on {quantity(self.stages, 'stage')}{where}, {sequences} at once ({self.path})"
 
     @property
     def about(self) -> Mapping[str, Any]:

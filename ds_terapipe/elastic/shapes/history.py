@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from ds_terapipe.elastic.policies.resize import Shape
 from ds_terapipe.errors import ConfigError, bad_value
 from ds_terapipe.json_files import Fields
+from ds_terapipe.plan.result import quantity
 
 KEY = "elastic_pipeline.history_path"
 START, CHANGE, END = "start", "change", "end"
@@ -57,9 +58,8 @@ class StepShape(NamedTuple):
 def shape_text(shape: Shape | StepShape, several: bool = False) -> str:
     """Format a shape: ``2 stages x 1 replica (4 micro-batches of 1)``; ``several``: stages on a place."""
     word = "place" if several or getattr(shape, "places", None) else "stage"
-    counts = ((shape.stages, word), (shape.replicas, "replica"))
-    stages, replicas = (f"{count} {word}{'s' * (count != 1)}" for count, word in counts)
-    return f"{stages} x {replicas} ({shape.micro_batches} micro-batches of {shape.micro_batch})"
+    stages, replicas = quantity(shape.stages, word), quantity(shape.replicas, "replica")
+    return f"{stages} x {replicas} ({quantity(shape.micro_batches, 'micro-batch')} of {shape.micro_batch})"
 
 
 class History:

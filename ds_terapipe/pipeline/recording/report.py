@@ -10,6 +10,7 @@ from deepspeed.utils.logging import print_dist
 from torch import Tensor
 
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.plan.result import quantity
 
 
 def log_step(engine: Any, report: StepReport, batch: StepBatch, schedule: str, seconds: float) -> None:
@@ -97,7 +98,8 @@ def does_not_pay(stages: int, slices: Sequence[int]) -> str:
     bubble = (stages - 1) / (len(slices) + stages - 1)
     if max(slices) == 1 or bubble > 0.08:
         return ""
-    return f"slicing does not pay here: {len(slices)} micro-batches leave a bubble of only {bubble:.0%}"
+    counts = f"{quantity(len(slices), 'micro-batch')}, {quantity(stages, 'stage')}"
+    return f"slicing does not pay here: without it the bubble is {bubble:.0%} ({counts})"
 
 
 def emit(line: str) -> None:
