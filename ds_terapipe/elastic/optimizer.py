@@ -34,6 +34,11 @@ def check_steps(freeze: FreezeSettings, optimizer: Any) -> None:
         raise bad_value(f"{freeze.PATH}.unfreeze", freeze.unfreeze, must, use)
 
 
+def keeps_matrices(engine: Any, optimizer: Any) -> bool:
+    """Whether DeepSpeed keeps an optimizer's momentum in whole matrices, which other flat parts do not have: Muon beside ZeRO."""
+    return bool(engine.zero_optimization()) and "muon" in type(optimizer).__name__.lower()  # as DeepSpeed asks
+
+
 def check_kept(settings: ElasticPipelineConfig, engine: Any) -> ElasticPipelineConfig:
     """Refuse an optimizer that ZeRO does not use as layers move: it makes an Adagrad of its own, and steps Muon itself.
 
@@ -47,7 +52,7 @@ def check_kept(settings: ElasticPipelineConfig, engine: Any) -> ElasticPipelineC
     name, why = type(optimizer).__name__, ""
     if is_wrapped(wrapper) and wrapper.optimizer is not optimizer:
         why = "DeepSpeed steps another one, of one group, beside zero_optimization"
-    elif engine.zero_optimization() and "muon" in name.lower():  # as DeepSpeed asks
+    elif keeps_matrices(engine, optimizer):
         why = "DeepSpeed keeps its momentum as whole matrices beside zero_optimization"
     if not why:
         return settings

@@ -199,8 +199,9 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
     assert all(map(same, before, held(engine)))
     assert engine.load_checkpoint(f"{folder}/fp32", tag="own", load_optimizer_states=False)[0] is not None
     assert all(map(same, before[1:4], held(engine)[1:4])) and not same(before[0], held(engine)[0])
-    for specs, stages in ((gpt(1), 2), (gpt(6), 1)):  # fewer layers than stages, one place
-        errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages)))
+    muon = {"optimizer": {"type": "Muon", "params": {"torch_adam": True}}, "config": {"zero_optimization": {"stage": 1}}}
+    for specs, stages, more in ((gpt(1), 2, {}), (gpt(6), 1, {}), (gpt(6), 2, muon)):  # fewer layers than stages, one place
+        errors.append(raised(partial(build_engine, specs, masked_loss, token_pipeline=TWO, stages=stages, **more)))
     return found, pairs, errors
 
 
@@ -226,7 +227,7 @@ def test_a_training_goes_on_in_any_placement_from_the_same_bits(spread):
 
 
 def test_states_of_other_shapes_and_what_cannot_be_placed_are_refused(spread):
-    wanted = ("exp_avg of shape [3], not [", "each of the 4 stages has one of the 3 layers", "1 for a model on one place")
+    wanted = ("exp_avg of shape [3], not [", "each of the 4 stages has one of the 3 layers", "on one place", "another beside")
     for _, _, errors in spread:
         for text, part in zip(errors, wanted, strict=True):
             assert text.startswith("ConfigError: ") and part in text and "\n" not in text, text

@@ -21,6 +21,7 @@ from ds_terapipe.deepspeed_state import elements, elements_by_name, load_scale
 from ds_terapipe.elastic.moves.groups import has_one_count
 from ds_terapipe.elastic.moves.masters import is_wrapped, replace
 from ds_terapipe.elastic.moves.transfer import MASTER
+from ds_terapipe.elastic.optimizer import keeps_matrices
 from ds_terapipe.elastic.saved.as_plain import saved_as_plain
 from ds_terapipe.elastic.saved.by_name import FLAT, WHOLE, layout_of
 from ds_terapipe.elastic.saved.order import (
@@ -130,6 +131,11 @@ class NamedCheckpointer(Checkpointer):
     def read_named(self, engine: Any, folder: Path, parts: Sequence[Mapping[str, Any] | None]) -> SavedStates:
         """Read the optimizer's new state before anything is changed; collective. ``parts``: as for `SavedStates`."""
         module, optimizer, gather = engine.module, engine.basic_optimizer, self._consensus.gather
+        if keeps_matrices(engine, optimizer):
+            raise ConfigError(
+                f"load_checkpoint: got {folder} of other stages or places, must be of the same for Muon beside zero_optimization "
+                "(DeepSpeed keeps its momentum as whole matrices), use the layout that saved it, or load_optimizer_states=False"
+            )
         if not is_wrapped(engine.optimizer):
             check_inside(
                 optimizer, module, engine.param_names, gather, "to read a checkpoint of other stages or places"
@@ -154,6 +160,11 @@ class PlacedController(Controller):
         """Arrange the parameter groups; several stages on a place are saved as others, so all ranks get the same groups."""
         super().arrange_groups(engine, optimizer, kind)
         if ModelChunks(engine.module).is_placed:
+            if keeps_matrices(engine, optimizer):
+                must = "another beside zero_optimization and stages_per_place (DeepSpeed keeps its momentum as whole matrices)"
+                raise bad_value(
+                    "optimizer.type", type(optimizer).__name__, must, 'e.g. "AdamW", or zero_optimization.stage 0'
+                )
             drop_unused(optimizer, engine.param_names)
             make_alike(optimizer, engine.client_lr_scheduler, Job.current().gather)
 

@@ -5,8 +5,8 @@ from . import Known
 _WRAPPED, _LIVE, _MOVES = (f"tests/elastic/test_elastic_{name}.py" for name in ("wrapped", "live", "moves"))
 
 KNOWN = (
-    Known("a moment stays behind", "elastic.moves.reshape", "{**info.values, **moments}",
-          '{**info.values, **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
+    Known("a moment stays behind", "elastic.moves.reshape", "_device), **moments}",
+          '_device), **{k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in moments.items()}}',
           f"{_WRAPPED} -k bits"),
     Known("a group's decay is lost", "elastic.moves.reshape",
           "        found.append(first[1])\n    return found\n",
