@@ -33,8 +33,8 @@ def plan_frozen(options: argparse.Namespace) -> None:
     """Print a table for each number of ``--frozen``.
 
     Raises:
-        ConfigError: a file, an argument or their combination; costs that do not know single layers. ConfigError: the file of
-            ``--json`` cannot be written.
+        ConfigError: a file, an argument or their combination; costs that do not know single layers; a file of ``--json``
+            that cannot be written.
     """
     numbers = _numbers(options.frozen)
     if options.output is not None:
