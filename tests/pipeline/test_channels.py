@@ -3,7 +3,6 @@
 import time
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed import distributed_c10d
 
 from ds_terapipe.job import Job, error_of
 from ds_terapipe.pipeline.rank_view import RankView
-from ds_terapipe.pipeline.transport import board
 from ds_terapipe.pipeline.transport.channels import open_channels
 from ds_terapipe.pipeline.transport.consensus import Consensus
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
@@ -45,7 +43,6 @@ def open_and_close(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@patch.object(board, "_READ_WITHIN_S", 30.0)  # a store that is slow under load would be given up for good after two seconds
 def two_jobs(rank: int) -> list[Any]:
     """Agree within each half of the launch at the same time, in rounds of its own; return the results of this half."""
     job = Job([0, 1] if rank < 2 else [2, 3])

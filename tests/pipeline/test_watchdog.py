@@ -57,8 +57,14 @@ class Store(torch.distributed.HashStore):
             raise torch.distributed.DistNetworkError("Broken pipe")
 
     def say(self, key: str, **known: Any) -> None:
-        """Write down where a rank is."""
-        self.set(key, Position(**{"written": 1e9, "step": 4, "action": 3, **known}).to_text())
+        """Write down where another rank is."""
+        super().set(key, Position(**{"written": 1e9, "step": 4, "action": 3, **known}).to_text())
+
+    def course(self, moves: bool = False, **known: Any) -> Iterator[None]:
+        """Beats in which rank 1 writes down where it is, at one time always or not."""
+        for beat in range(1000):
+            self.say(KEY.format(1), written=beat * moves, **known)
+            yield
 
     def told(self) -> Position:
         return Position.from_text(self.get(KEY.format(0)).decode())
@@ -207,19 +213,26 @@ def test_a_lost_store_costs_neither_time_nor_a_second_try(watchdog, store, clock
     assert not store.held
     asked = store.asked
     clock.watch(iter([None] * 3))
+    watchdog._board.close(0.0 if how == "stopped" else 20.0)  # after its texts are written
     assert store.asked == asked > 0
     store.hold.set()
 
 
 def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
+    """A store that is too busy to answer for a while ends nothing, and is asked again."""
+
     def course() -> Iterator[None]:
         for beat in range(200):
+            store.lost = "stopped" if 50 <= beat < 150 else ""
+            if beat == 150:
+                store.hold.set()
             store.say(KEY.format(1), written=beat)  # rank 2 has not come yet
             yield
 
-    with launching(1.0):
+    with launching(5.0) as watchdog:
         clock.watch(course())
-    assert clock.now > 130
+        found = watchdog._positions.of_others()
+    assert clock.now > 130 and store.asked and not store.held and found is not None and found[1].written == 199
 
 
 @pytest.mark.parametrize(("what", "said"), [
@@ -228,15 +241,9 @@ def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
 def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
         store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")
-    known = {"note": "failed: KeyError: 'x'", "ended": True} if what == "failed" else {}
-
-    def course() -> Iterator[None]:
-        for beat in range(1000):
-            store.say(KEY.format(1), **known, written=beat if what == "failed" else 0)
-            yield
-
+    known = {"note": "failed: KeyError: 'x'", "ended": True, "moves": True} if what == "failed" else {}
     with pytest.raises(Exited, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
-        clock.watch(course())
+        clock.watch(store.course(**known))
     assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
     messages = list(caplog.messages)
     assert what != "gone" or messages.pop(0) == "rank 0: lost rank 1 (process 99999999 is gone)"
@@ -247,28 +254,23 @@ def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
 def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store, clock):
     """Python's own exit beside a thread that ends the process aborts now and then."""
     joined = []
-
-    def course() -> Iterator[None]:
-        for _ in range(1000):
-            store.say(KEY.format(1))
-            yield
-
     with pytest.raises(PipelineStalled), launching(2.0) as watchdog:
         with pytest.raises(Exited, match="70"):
-            clock.watch(course())
+            clock.watch(store.course())
         watchdog._thread = SimpleNamespace(join=lambda *seconds: joined.append(seconds), is_alive=lambda: False)
         raise CLOSED
     assert joined[0] == (), "without a limit: the thread ends the process"
 
 
-@pytest.mark.parametrize(("ended", "moves"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(("ended", "moves"), [(False, False), (True, True), (True, False), ("with the store", False)])
 def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, store, clock, caplog, ended, moves):
     """Such as a layer that waits for a device whose hardware queue is held: no message is awaited."""
     watchdog.begin(4, GRID, VIEW)
 
     def course() -> Iterator[None]:
         for beat in range(12):
-            store.say(KEY.format(1), ended=ended, written=1e9 + clock.now)
+            store.say(KEY.format(1), ended=ended is True, written=1e9 + clock.now)
+            store.lost = "gone" if ended == "with the store" else ""
             watchdog.action_begins(beat % 5 if moves else 3, ACTION)
             yield
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
+import queue
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,68 +15,78 @@ logger = logging.getLogger(__name__)
 
 _CONNECTED_WITHIN_S = 20.0  # PyTorch would try for as long as groups may take to be made, half an hour by default
 _READ_WITHIN_S = 2.0
-_ANSWERED_WITHIN_S = 15.0  # a stopped host is killed about ten seconds after the longest wait, see guard.py
+_LEFT_WITHIN_S = 15.0  # at exit; a stopped host is killed about ten seconds after the longest wait, see guard.py
 
 
 class Board:
     """Notices in the process group's store.
 
-    The process that holds the store may be the one that died or stopped. So nothing here waits for it longer than about
-    two seconds, 20 for a connection, and after the first failure it is not used any more.
+    The process that holds the store may have died, or may be stopped or busy. So one thread talks to the store, and
+    callers wait for it two seconds at most, 20 for a connection. An answer that comes later ends the silence. After an
+    error the store is not asked again.
 
     Attributes:
         appends: whether texts can be appended; not in a file store.
     """
 
     def __init__(self, store: Any) -> None:
-        made: list[Any] = [None]
-        # a separate connection: the other one may be busy for long
-        self._lost = not _done_within(_CONNECTED_WITHIN_S, lambda: made.append(store.clone()))
-        self._store = made[-1]
-        self.appends = not self._lost and bool(self._store.has_extended_api())
+        self.appends = bool(store.has_extended_api())
+        self._failed = False
+        self._unanswered_since: float | None = None
+        self._calls = queue.SimpleQueue[tuple[Callable[[Any], object], threading.Event] | None]()
+        self._thread = threading.Thread(target=self._run, args=(store,), name="ds_terapipe-board", daemon=True)
+        self._thread.start()
+        # a thread that returns from the store during the interpreter's exit aborts the process
+        atexit.register(self.close, _LEFT_WITHIN_S)
+        self._ask(lambda own: None).wait(_CONNECTED_WITHIN_S)
+
+    def silent_s(self) -> float:
+        """Return the seconds since a call that the store has not answered; infinite once it is gone or closed."""
+        since = self._unanswered_since
+        if self._failed or not self._thread.is_alive():
+            return math.inf
+        return 0.0 if since is None else time.monotonic() - since
 
     def put(self, key: str, text: str, *, append: bool = False) -> None:
         """Write or append a text, without waiting for an answer."""
-        if self._lost:
-            return
-        try:
-            (self._store.append if append else self._store.set)(key, text)
-        except (RuntimeError, OSError) as error:  # the store's host is gone; a later wait reports it
-            self._lost = True
-            logger.debug("can't write %s: %s", key, error)
+        self._ask(lambda own: (own.append if append else own.set)(key, text))
 
     def read(self, keys: Collection[str]) -> dict[str, str] | None:
-        """Return the texts under those of ``keys`` that exist; None if the store does not answer."""
+        """Return the texts under those of ``keys`` that exist; None if the store does not answer in time."""
         found: dict[str, str] = {}
-        store = self._store
 
-        def look() -> None:
-            for key in keys:
-                if store.check([key]):
-                    found[key] = store.get(key).decode()
+        def look(own: Any) -> None:
+            found.update({key: own.get(key).decode() for key in keys if own.check([key])})
 
-        self._lost = self._lost or not _done_within(_READ_WITHIN_S, look)
-        return None if self._lost else found
+        if self.silent_s() > _READ_WITHIN_S:
+            return None
+        answered = self._ask(look).wait(_READ_WITHIN_S)
+        return found if answered and not self._failed else None
 
-    def close(self) -> None:
-        """Close the connection; later writes and reads do nothing."""
-        self._lost, self._store = True, None
+    def close(self, within_s: float = _READ_WITHIN_S) -> None:
+        """Close the connection after the texts are written; later writes and reads do nothing."""
+        self._calls.put(None)
+        if threading.current_thread() is not self._thread:  # an engine may be collected in any thread
+            self._thread.join(within_s)
+        if not self._thread.is_alive():
+            atexit.unregister(self.close)
 
+    def _ask(self, call: Callable[[Any], object]) -> threading.Event:
+        """Hand a call to the thread; return the event of its end."""
+        ended = threading.Event()
+        self._calls.put((call, ended))
+        return ended
 
-def _done_within(seconds: float, call: Callable[[], object]) -> bool:
-    """Whether a call to the store ends in time, without an error."""
-    done = threading.Event()
-
-    def run() -> None:
-        try:
-            call()
-        except (RuntimeError, OSError):  # the store's host is gone
-            return
-        done.set()
-
-    caller = threading.Thread(target=run, name="ds_terapipe-board", daemon=True)
-    caller.start()
-    caller.join(seconds)
-    if caller.is_alive():  # a thread that returns from the store during the interpreter's exit aborts the process
-        atexit.register(caller.join, _ANSWERED_WITHIN_S)
-    return done.is_set()
+    def _run(self, store: Any) -> None:
+        own = None  # a separate connection: the other one may be busy for long
+        for call, ended in iter(self._calls.get, None):
+            try:
+                self._unanswered_since = time.monotonic()
+                if not self._failed:
+                    own = store.clone() if own is None else own
+                    call(own)
+            except (RuntimeError, OSError) as error:  # the store's host is gone; a later wait reports it
+                logger.debug("the store does not answer: %s", error)
+                self._failed = True
+            self._unanswered_since = None
+            ended.set()

@@ -48,7 +48,7 @@ class Positions:
     def __init__(self, board: Board, job: Job, table: int) -> None:
         self.rank, self.ranks = job.rank, job.ranks
         self._board, self._table = board, f"ds_terapipe/position/{table}"
-        self._seen: tuple[float, dict[int, Position] | None] | None = None  # by `someone_is_silent`
+        self._seen: tuple[float, dict[int, Position]] | None = None  # by `someone_is_silent`
 
     def publish(self, position: Position) -> None:
         """Write this rank's position, without waiting for an answer."""
@@ -86,7 +86,9 @@ class Positions:
         self._seen = None
 
     def someone_is_silent(self, now: float, after_s: float) -> bool:
-        """Whether a rank has failed, or kept its position for so many seconds; unstarted ranks do not count.
+        """Whether a rank has failed, or kept its position for so many seconds, or the store its silence.
+
+        Ranks that have not started do not count.
 
         Args:
             now: ``time.monotonic()``; the store is asked every ``after_s`` seconds.
@@ -94,11 +96,17 @@ class Positions:
         if self._seen is not None and now - self._seen[0] < after_s:
             return False
         before, found = self._seen, self.of_others()
+        if found is None:  # the process with the store may only be busy, and then no rank's position has moved
+            self._seen = None
+            return self.store_is_silent(after_s)
         self._seen = now, found
         if before is None:
             return False
-        had = before[1] or {}
-        return found is None or any(position.ended or position == had.get(rank) for rank, position in found.items())
+        return any(position.ended or position == before[1].get(rank) for rank, position in found.items())
+
+    def store_is_silent(self, after_s: float) -> bool:
+        """Whether the store is gone, or has not answered for so many seconds."""
+        return self._board.silent_s() > after_s
 
     def _key(self, rank: int) -> str:
         return f"{self._table}/{rank}"

@@ -277,8 +277,11 @@ class Watchdog(Observer):
         if not acts or now - since < self.timeout_s:
             return None
         others = self._positions.of_others()
-        ended = others is None or any(position.ended for position in others.values()) or self.processes.gone()
-        return Waiting("its own action", since) if ended else None
+        if others is None:
+            ended = self._positions.store_is_silent(self.timeout_s)
+        else:
+            ended = any(position.ended for position in others.values())
+        return Waiting("its own action", since) if ended or self.processes.gone() else None
 
     def _is_over(self, waiting: Waiting) -> bool:
         """Whether a wait has exceeded its limit."""

@@ -58,7 +58,7 @@ KNOWN = (
           "            message, tensors = vars(self).setdefault('kept', {}).setdefault(spec, new_message(spec, self._device))\n",
           "tests/pipeline/test_links.py"),
     Known("a rank that its device holds is never reported", "pipeline.transport.watchdog",
-          "return Waiting(\"its own action\", since) if ended else None", "return None",
+          "return Waiting(\"its own action\", since) if", "return None if",
           "tests/pipeline/test_watchdog.py -k stands_still_ends"),
     Known("shapes are announced for each length", "pipeline.transport.p2p",
           "        self._known[boundary][key if follows else (key, span)] = spec\n",
