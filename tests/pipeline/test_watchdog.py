@@ -231,6 +231,7 @@ def test_building_engines_takes_as_long_as_ranks_do_something(store, clock):
 
     with launching(5.0) as watchdog:
         clock.watch(course())
+        assert watchdog._board._ask(lambda own: None).wait(20)
         found = watchdog._positions.of_others()
     assert clock.now > 130 and store.asked and not store.held and found is not None and found[1].written == 199
 
