@@ -1,4 +1,7 @@
-"""Loading of a bf16 pipeline's masters and moments without ZeRO, which DeepSpeed 0.19.8 saves but fails to read."""
+"""Loading of masters and moments without ZeRO: DeepSpeed 0.19.8 fails to read a bf16 pipeline's.
+
+Without the optimizer's states its fp16 optimizers keep their masters, which replace the loaded weights at the next step.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,9 @@ def load_with_parts(engine: Any, load: Callable[..., Any], *args: Any, **kwargs:
     here = shared_out and not engine.load_universal_checkpoint()
     by_deepspeed = given.load_optimizer_states and not here
     path, client_state = load(*given._replace(load_optimizer_states=by_deepspeed))
-    if here and path is not None:
+    if path is not None and (here or not given.optimizer) and hasattr(engine.optimizer, "refresh_fp32_params"):
         # ZeRO's reader reads them, and a tag may have slashes
         name = str(Path(path).parent.relative_to(given.load_dir))
-        if not given.optimizer or not engine._load_zero_checkpoint(given.load_dir, name):
-            engine.optimizer._restore_from_bit16_weights()
+        if not (given.optimizer and engine._load_zero_checkpoint(given.load_dir, name)):
+            engine.optimizer.refresh_fp32_params()
     return path, client_state

@@ -126,8 +126,9 @@ class Mover:
             ConfigError: on every rank; nothing has been changed. Also for stages that would each train a copy of a weight
                 that their layers share now.
         """
-        engine._shared = shared_weights(engine.module, engine._consensus, also=self._freezing.aside)
-        stays_frozen = 0 if engine.elastic_pipeline.freeze.unfreeze else frozen
+        returns = bool(engine.elastic_pipeline.freeze.unfreeze)
+        engine._shared = shared_weights(engine.module, engine._consensus, also=self._freezing.aside if returns else ())
+        stays_frozen = 0 if returns else frozen
         trained = [each for each in engine._shared if each.entries[0] >= stays_frozen]
         places = places_for(engine, shape.stages)
         refuse_split(trained, parts, places, POLICY, ', or "off"')

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from ds_terapipe.elastic.saved.state import check, read, resized
 from ds_terapipe.json_files import write_json
 from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.names import ELASTIC_STATE
+from ds_terapipe.overrides import replaced
 from ds_terapipe.pipeline.checkpoints import Names
 from ds_terapipe.pipeline.saved_files import Wanted, wanted
 from ds_terapipe.pipeline.transport.consensus import Consensus
@@ -36,6 +38,24 @@ class ElasticCheckpointer(NamedCheckpointer):
     def __init__(self, controller: ElasticController, consensus: Consensus) -> None:
         super().__init__(consensus)
         self._controller = weakref.proxy(controller)
+
+    @property
+    def frozen_by_policy(self) -> Collection[str]:
+        """Override `NamedCheckpointer.frozen_by_policy`."""
+        names: Collection[str] = self._controller.freezing.aside
+        return names
+
+    @contextmanager
+    def as_saved(self, engine: Any) -> Iterator[dict[str, Any]]:
+        """Override `NamedCheckpointer.as_saved`: what DeepSpeed leaves out as frozen was so from the start; collective."""
+        module, names_of = engine.module, engine.module._get_frozen_parameter_names
+
+        def frozen_in(layer: Any) -> list[str]:
+            prefix = next((each for each, found in ModelChunks(module).layers.items() if found is layer), "")
+            return [name for name in names_of(layer) if prefix + name not in self.frozen_by_policy]
+
+        with replaced(module, _get_frozen_parameter_names=frozen_in), super().as_saved(engine) as placed:
+            yield placed
 
     def write_beside(self, engine: Any, folder: Path, names: Names) -> None:
         """Write the file of the elastic part into the folder of a checkpoint; collective."""

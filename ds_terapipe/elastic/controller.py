@@ -183,9 +183,15 @@ class ElasticController(Controller):
 
     # -------------------------------------------------------------------------------------------- around parts of a step
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Context manager around reading a step."""
-        return self.caching.reading()
+    @contextmanager
+    def preparing(self, engine: Any) -> Iterator[None]:
+        """Context manager around reading and inspecting a step; after an error the engine's loader reads it again."""
+        try:
+            with self.caching.reading():
+                yield
+        except BaseException:
+            self.data.go_back(engine)
+            raise
 
     def read(self, engine: Any, pull: Callable[[], Any], micro_batches: int) -> list[Any]:
         """Read micro-batches, in any shape, and note their inputs for the cache."""

@@ -129,6 +129,11 @@ class ElasticData:
                 engine.global_samples, engine.train_batch_size(),
             )  # fmt: skip
 
+    def go_back(self, engine: Any) -> None:
+        """Have the engine's loader read the samples of a step that has not begun again, if it was reading."""
+        if self.loader is not None and engine.data_iterator is self.loader:
+            self.follow_shape(engine)
+
     def shape_with(self, engine: Any, stages: int, batch: int | None = None) -> Shape:
         """Return the shape with so many stages; ``batch``: by default the present one."""
         batch = engine.train_batch_size() if batch is None else batch

@@ -37,7 +37,7 @@ class LayerFreezing:
 
     Attributes:
         frozen: number of entries frozen by the policy.
-        aside: parameter groups of all frozen parameters, by name, over all ranks, if layers may train again.
+        aside: parameter groups of all parameters that the policy has frozen, by name, over all ranks.
         freezer: calls the policy.
         norms: gradient norms since the policy last read them.
     """
@@ -116,11 +116,10 @@ class LayerFreezing:
                 freed += 0 if parameter.grad is None else parameter.grad.numel() * parameter.grad.element_size()
                 parameter.grad = None
                 aside[name] = number_of.get(id(parameter), 0)
-        if self._settings.unfreeze:
-            # layers may move to other ranks before they are unfrozen
-            for of_rank in engine._consensus.gather(aside):
-                self.aside |= of_rank
-            self._take_back(engine, prefix)
+        # layers may move to other ranks before they are unfrozen
+        for of_rank in engine._consensus.gather(aside):
+            self.aside |= of_rank
+        self._take_back(engine, prefix)
         return freed if optimizer is None else freed + release(optimizer)
 
     def _take_back(self, engine: Any, prefix: tuple[str, ...]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.model_chunks import ModelChunks
-from ds_terapipe.pipeline.batch import check_item
+from ds_terapipe.pipeline.batch import check_item, read_items
 
 _ROLES = ("inputs", "labels")
 _PLAIN = (str, bytes, numbers.Number)
@@ -106,7 +106,7 @@ def redistributed(
     whole = alike or now.micro_batch == start.micro_batch
     try:
         if start.read_here:
-            mine = [next_batch() for _ in range(samples // (start.replicas * start.micro_batch))]
+            mine = read_items(next_batch, samples // (start.replicas * start.micro_batch))
             _check(mine, None if whole else start.micro_batch)
     except Exception as problem:  # an error of the user's data must not leave the others waiting
         error = problem

@@ -95,6 +95,22 @@ def own(item: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), item)
 
 
+def read_items(pull: Callable[[], Any], count: int) -> list[Any]:
+    """Return so many items. After an error the others are read too, so that all ranks go on at the same item."""
+    items: list[Any] = []
+    error: Exception | None = None
+    for _ in range(count):
+        try:
+            items.append(pull())
+        except Exception as problem:
+            error = error or problem
+            if isinstance(problem, StopIteration):
+                break
+    if error is not None:
+        raise error
+    return items
+
+
 def read_step(
     pulled: Sequence[Any],
     config: TokenPipelineConfig,

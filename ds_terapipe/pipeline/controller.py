@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ds_terapipe.job import Job
+from ds_terapipe.pipeline.batch import read_items
 from ds_terapipe.pipeline.checkpoints import Checkpointer
 from ds_terapipe.pipeline.operators.random_streams import RandomStreams
 from ds_terapipe.pipeline.parameter_groups import arrange
@@ -81,14 +82,14 @@ class Controller:
         assert self.streams is not None
         self.seed, self.streams.seed = seed, seed or 0
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Context manager around reading a step's micro-batches and agreeing on them."""
+    def preparing(self, engine: Any) -> AbstractContextManager[None]:
+        """Context manager around reading a step's micro-batches, agreeing on them and inspecting the model."""
         return nullcontext()
 
     def read(self, engine: Any, pull: Callable[[], Any], micro_batches: int) -> list[Any]:
         """Read micro-batches, (inputs, labels) each, if this rank needs them; ``pull`` reads one."""
         view = engine._runtime.view
-        return [pull() for _ in range(micro_batches)] if view.has_first or view.has_last else []
+        return read_items(pull, micro_batches) if view.has_first or view.has_last else []
 
     def enter_training(self, engine: Any) -> None:
         """Put layers into training mode."""

@@ -237,7 +237,8 @@ class TokenPipelineEngine(PipelineEngine):
 
         Returns the mean loss. Raises ConfigError on every rank for data or a model that cannot be cut,
         ``PipelineStalled`` if another stage does not answer. After an error in the middle of a step the engine is
-        unusable, and further calls raise RuntimeError. An error before the step began leaves the engine as it was.
+        unusable, and further calls raise RuntimeError. An error before the step began leaves the engine as it was:
+        iterators go on behind the step's micro-batches, and the loader of ``elastic_pipeline`` reads them again.
         """
         refuse_ended(self._watchdog)
         check_trains(self)

@@ -48,9 +48,10 @@ def evaluate(
 
 
 def _run(engine: Any, request: StepRequest, reduce_output: str | None, bcast_loss: bool) -> Any:
-    batch = read(engine, request)
-    cut(engine, batch, engine._slicer.now(batch.everywhere), request)
-    inspect(engine, batch, request)
+    with engine._controller.preparing(engine):
+        batch = read(engine, request)
+        cut(engine, batch, engine._slicer.now(batch.everywhere), request)
+        inspect(engine, batch, request)
     grid = grid_of_step(FORWARD_ONLY, engine.placement, batch.slice_counts())
     result = None
     with poison_on_error(engine._watchdog):

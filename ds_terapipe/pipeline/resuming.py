@@ -23,7 +23,7 @@ def resuming(engine: Any) -> Iterator[None]:
     _check_kind(engine.basic_optimizer, before)
     if engine.global_rank == 0 and engine.global_steps != step:
         _say_settings(engine, before)
-        _say_samples(engine)
+        _say_samples(engine, "goes on where it is" if step else "begins at its first sample again")
 
 
 def _check_kind(optimizer: Any, before: list[dict[str, Any]]) -> None:
@@ -36,12 +36,13 @@ def _check_kind(optimizer: Any, before: list[dict[str, Any]]) -> None:
             )
 
 
-def _say_samples(engine: Any) -> None:
+def _say_samples(engine: Any, goes_on: str) -> None:
     if engine.training_dataloader is None or engine.continues_data or hasattr(engine.lr_scheduler, "seek"):
         return
     logger.warning(
-        "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the %d that were read; "
+        "load_checkpoint: training_data %s, as in DeepSpeed, not behind the %d samples that were read; "
         'to go on there, use "elastic_pipeline": {"resize": {"policy": "off"}}',
+        goes_on,
         engine.global_samples,
     )
 

@@ -30,12 +30,13 @@ def train(engine: Any) -> Tensor:
     engine._controller.enter_training(engine)
     engine._controller.agree_on_seed(engine)
     started, request = time.perf_counter(), StepRequest(engine.micro_batches)
-    batch = read(engine, request)
-    follow_micro_batch(engine)
-    slicer, recorder = engine._slicer, engine._recorder
-    plan = slicer.plan(batch.lengths, batch.everywhere)
-    cut(engine, batch, plan, request)
-    inspect(engine, batch, request)
+    with engine._controller.preparing(engine):
+        batch = read(engine, request)
+        follow_micro_batch(engine)
+        slicer, recorder = engine._slicer, engine._recorder
+        plan = slicer.plan(batch.lengths, batch.everywhere)
+        cut(engine, batch, plan, request)
+        inspect(engine, batch, request)
     counts = batch.slice_counts()
     grid = grid_of_step(plan.schedule, engine.placement, counts, _deferring(engine) if batch.is_cut else ())
     step = engine.global_steps + 1
@@ -61,16 +62,13 @@ def read(engine: Any, request: StepRequest) -> StepBatch:
     """Read a step's micro-batches on the ranks that need them, and agree that it can start; collective."""
 
     def pull() -> list[Any]:
-        if torch.is_grad_enabled():
-            check_optimizer(engine)
         items: list[Any] = engine._controller.read(engine, lambda: own(engine._next_batch()), request.micro_batches)
+        if torch.is_grad_enabled():  # not before, since ranks may read for each other
+            check_optimizer(engine)
         return items
 
-    with engine._controller.reading():
-        batch: StepBatch = engine._steps.read(
-            engine._runtime, engine.token_pipeline, request, engine.global_steps, pull
-        )
-    return batch
+    found: StepBatch = engine._steps.read(engine._runtime, engine.token_pipeline, request, engine.global_steps, pull)
+    return found
 
 
 def cut(engine: Any, batch: StepBatch, plan: SlicePlan, request: StepRequest) -> None:

@@ -12,6 +12,7 @@ from ds_terapipe.elastic.sampler import SampleOrder
 from tests.elastic.samples import LENGTH, Texts, micro_batch_of
 from tests.elastic.training import Case, engine_of, reference_on
 from tests.pipeline.models import mean_loss, micro_batch
+from tests.pipeline.training import raised
 from tests.spawn import launched
 
 SAMPLES, SEED, RANKS = 20, 5, 4
@@ -50,6 +51,10 @@ def from_training_data() -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}
     for step in range(CASE.steps):
         resize(engine, step)
+        if step in CHANGES:  # one rank fails to read a step, which is tried again
+            data.length = None if engine.global_rank == 0 else LENGTH
+            assert "TypeError" in raised(engine.train_batch)
+            data.length, data.asked = LENGTH, []
         found["losses"].append(float(engine.train_batch()))
         found["shapes"].append(tuple(engine.shape))
         found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.take(), tuple(data.drawn[-1:])))

@@ -27,9 +27,10 @@ def good(length: int = 24, masked: bool = True) -> Iterator[Any]:
     return iter([micro_batch(m, length=length, masked=masked) for m in range(MICRO_BATCHES)])
 
 
-def broken() -> Iterator[Any]:
-    yield next(good())
-    raise OSError("no such\nshard")
+def read(sick: bool, number: int) -> Any:
+    if sick and number == 0:
+        raise OSError("no such\nshard")
+    return micro_batch(number)
 
 
 # what the iterator yields, and what the one line says
@@ -64,7 +65,8 @@ def bad_data(rank: int, world_size: int) -> dict[str, Any]:
     step("a weight on one replica", good())
     del loss_fn.step_weight
     for name, sick in (("first", engine.is_first_stage()), ("last", engine.is_last_stage()), ("every", True)):
-        step(f"broken {name}", broken() if sick else good())
+        step(f"broken {name}", data := map(partial(read, sick), range(MICRO_BATCHES + 1)))
+        found[f"left {name}"] = len([*data])
         step(f"exhausted {name}", iter([]) if sick else good())
     found["then"] = float(engine.train_batch(good()))  # nothing of all this has done the engine any harm
     found["evaluation"] = raised(lambda: engine.eval_batch(iter([None] * MICRO_BATCHES)))
@@ -140,7 +142,7 @@ def test_bad_data_is_one_line_on_every_rank(data):
         for rank, found in enumerate(data):
             others = f"RankFailed: rank {sick[0]} failed: OSError: no such shard"
             assert found[f"broken {name}"] == ("OSError: no such\nshard" if rank in sick else others)
-            assert found[f"exhausted {name}"].startswith("StopIteration")
+            assert found[f"exhausted {name}"].startswith("StopIteration") and found[f"left {name}"] == 1
     for found in data:
         said = found["a weight on one replica"]
         assert said.startswith("ConfigError: loss_fn.step_weight: got None on some replicas and a")

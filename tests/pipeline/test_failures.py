@@ -221,14 +221,6 @@ def test_survivors_say_for_which_collective_they_waited(exits_full: dict[str, li
     check(FULL[name], exits_full[name])
 
 
-def test_a_bug_in_a_layer_is_the_failing_ranks_own_error(exits: dict[str, list[Exit]]) -> None:
-    survivor, failing = exits["bug"]
-    assert failing.code == 1
-    assert "Traceback" in failing.output and "Bug: 'a bug in the layer'" in failing.output
-    assert "waited" not in failing.output and "PipelineStalled" not in failing.output
-    assert survivor.at - failing.mark("accident") < CASES["bug"].timeout_s
-
-
 SAID = r"rank 0 \(stage 0\) waited [\d.]+ s for gradients of 0\.\d from rank 1 in step 2: "
 under_torchrun = in_background(f"{__name__}:torchrun", 2, lambda: torchrun(train, 2, *Case("kill", 1, 2, 2), until=SAID))
 

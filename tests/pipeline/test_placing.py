@@ -188,6 +188,8 @@ def several(rank: int, world_size: int, folder: str) -> tuple[list[Any], list[An
             layers = {n.removeprefix("tied_modules.").split(".")[0] for n, _ in engine.module.named_parameters()}
             found.append((common.whole_tensors(engine.module), layers, tied))
         pairs += exchanged(engines, folder, precision)
+        assert engines["v"].load_checkpoint(f"{folder}/{precision}", tag="plain", load_optimizer_states=False)[0]
+        assert same(held(engines["v"])[0], common.whole_tensors(engines["v"].module))  # masters too
     torn = Path(folder, "fp32", "own", "mp_rank_00_model_states.pt")
     if rank == 0:  # of DeepSpeed's own engine: there are no checksums
         states = torch.load(torn, weights_only=False)

@@ -95,11 +95,8 @@ OTHERS = "betas [0.9, 0.95], not [0.9, 0.99]; {}weight_decay 0.1, not 0.3"
 
 def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, lost: str | None = None, **more: Any) -> Any:
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=2.0, betas=(0.9, 0.99), weight_decay=0.3)
-    engine = SimpleNamespace(
-        basic_optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), global_steps=0, global_samples=24,
-        global_rank=0, training_dataloader=None, continues_data=False,
-    )  # fmt: skip
-    vars(engine).update(more)
+    facts = {"global_steps": 0, "global_samples": 24, "global_rank": 0, "training_dataloader": None, "continues_data": False}
+    engine = SimpleNamespace(basic_optimizer=optimizer, lr_scheduler=scheduler and scheduler(optimizer), **{**facts, **more})
     with resuming(engine):
         optimizer.param_groups[0].update(saved)
         optimizer.param_groups[0].pop(lost, None)
@@ -109,8 +106,8 @@ def resumed(scheduler: Any, saved: dict[str, Any], steps: int = 3, lost: str | N
 
 SAID = "load_checkpoint: the settings of the checkpoint's optimizer count, not those of this engine's: " + OTHERS
 AGAIN = (
-    "load_checkpoint: training_data begins at its first sample again, as in DeepSpeed, not behind the 24 that were read; "
-    'to go on there, use "elastic_pipeline": {"resize": {"policy": "off"}}'
+    "load_checkpoint: training_data {}, as in DeepSpeed, not behind the 24 samples that were read; "
+    'to go on there, use "elastic_pipeline": {{"resize": {{"policy": "off"}}}}'
 )
 MIXED_BATCH = SimpleNamespace(seek=None)  # goes on by itself
 
@@ -118,7 +115,9 @@ MIXED_BATCH = SimpleNamespace(seek=None)  # goes on by itself
 @pytest.mark.parametrize(("scheduler", "saved", "more", "said"), [
     (None, SAVED, {}, SAID.format("lr 0.25, not 2.0; ")), (TORCHS, SAVED, {}, SAID.format("lr 0.5, not 2.0; ")),
     (None, SAVED, {"global_rank": 1}, ""), (None, SAVED, {"steps": 0}, ""), (None, {}, {}, ""),
-    (None, {}, {"training_dataloader": []}, AGAIN), (None, {}, {"training_dataloader": [], "continues_data": True}, ""),
+    (None, {}, {"training_dataloader": []}, AGAIN.format("begins at its first sample again")),
+    (None, {}, {"training_dataloader": [], "global_steps": 2}, AGAIN.format("goes on where it is")),
+    (None, {}, {"training_dataloader": [], "continues_data": True}, ""),
     (lambda optimizer: MIXED_BATCH, {}, {"training_dataloader": []}, ""),
 ])  # fmt: skip
 def test_other_settings_and_data_that_begin_again_are_one_line(caplog, scheduler, saved, more, said):

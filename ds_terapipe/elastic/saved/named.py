@@ -6,7 +6,7 @@ torch optimizer that DeepSpeed's own engine has saved have numbers only: these f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,11 @@ from ds_terapipe.pipeline.transport.consensus import Consensus
 class NamedCheckpointer(Checkpointer):
     """Reads the optimizer's state by name if it was not saved on these stages, and saves that of a plain pipeline."""
 
+    @property
+    def frozen_by_policy(self) -> Collection[str]:
+        """Names of parameters that a policy has frozen, on any rank: saved with ``exclude_frozen_parameters`` too."""
+        return ()
+
     def state(self, engine: Any) -> dict[str, Any] | None:
         """Return what a universal checkpoint holds beside tensors; collective."""
         return None
@@ -78,7 +83,7 @@ class NamedCheckpointer(Checkpointer):
         kinds = {n: kind_of(p, sharded) for n, p in engine.module.named_parameters() if p.requires_grad}
         said = info(self._consensus.gather((engine.grid.get_stage_id(), kinds, names)))
         state = self.state(engine)
-        carried = to_carry(engine, state, said, frozen and state is not None)
+        carried = to_carry(engine, state, said, frozen and state is not None, self.frozen_by_policy)
         if carried and not engine.zero_optimization():
             carried[PARAM_SHAPES] = engine._get_zero_param_shapes()  # DeepSpeed adds them only with ZeRO
         return carried

@@ -8,7 +8,7 @@ frozen parameters, buffers. So these are also in the ``mp_rank`` files of a chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -109,7 +109,9 @@ def _patterns(names: Any) -> list[str]:
     return [f"^{re.escape(name)}$" for name in sorted(names)]
 
 
-def to_carry(engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] | None, frozen: bool) -> dict[str, Any]:
+def to_carry(
+    engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] | None, frozen: bool, kept: Collection[str]
+) -> dict[str, Any]:
     """Return this rank's additions to its ``mp_rank`` file.
 
     Args:
@@ -117,6 +119,7 @@ def to_carry(engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] 
         state: state of `ElasticCheckpointer`; None: of another engine.
         said: `info`; None: the checkpoint can't be converted.
         frozen: whether frozen parameters are among the additions.
+        kept: names of those that are in any case.
     """
     if said is None:
         return {}
@@ -125,7 +128,7 @@ def to_carry(engine: Any, state: Mapping[str, Any] | None, said: dict[str, Any] 
         name: (tensor.detach().cpu().clone(), kind_of(tensor, sharded))
         for name, tensor in untrained(engine.module).items()
         if engine.save_non_zero_checkpoint  # one replica writes them
-        and (frozen or not isinstance(tensor, nn.Parameter))
+        and (frozen or name in kept or not isinstance(tensor, nn.Parameter))
     }
     carried = {
         "state": state,
