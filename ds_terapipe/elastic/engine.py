@@ -107,7 +107,7 @@ class ElasticPipelineEngine(TokenPipelineEngine):
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Train a batch, in the shape and with the frozen layers that the policies choose for this step."""
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self._controller.before_step(self)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from ds_terapipe.pipeline.teardown import check_open
 from ds_terapipe.pipeline.transport.watchdog import Watchdog
 
 DESTROYED = "destroy() was called"
@@ -20,8 +22,9 @@ def poison_on_error(watchdog: Watchdog) -> Iterator[None]:
         raise
 
 
-def refuse_ended(watchdog: Watchdog) -> None:
-    """Raise RuntimeError with the reason if the engine of this watchdog has ended."""
+def refuse_ended(engine: Any) -> None:
+    """Raise RuntimeError with the reason if an engine has ended, ConfigError if its module has with another engine."""
+    watchdog = engine._watchdog
     if watchdog.ended == DESTROYED:
         raise RuntimeError(f"this engine is no longer usable ({DESTROYED}): build another one, on a module of its own")
     if watchdog.ended:
@@ -29,3 +32,4 @@ def refuse_ended(watchdog: Watchdog) -> None:
             f"this engine is no longer usable ({watchdog.ended}): a step that did not come to its end leaves messages "
             "and gradients in no known state; end the processes, restart and load the last checkpoint"
         )
+    check_open(engine.module)

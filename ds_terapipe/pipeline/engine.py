@@ -183,7 +183,7 @@ class TokenPipelineEngine(PipelineEngine):
         Raises:
             ConfigError: on every rank, for an invalid value, or different values between ranks; nothing is changed.
         """
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         set_slices(self, slices, schedule)
 
     placement = property(attrgetter("_runtime.placement"), doc="Placement of the model's stages.")
@@ -240,7 +240,7 @@ class TokenPipelineEngine(PipelineEngine):
         unusable, and further calls raise RuntimeError. An error before the step began leaves the engine as it was:
         iterators go on behind the step's micro-batches, and the loader of ``elastic_pipeline`` reads them again.
         """
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         check_trains(self)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -248,7 +248,7 @@ class TokenPipelineEngine(PipelineEngine):
 
     def eval_batch(self, data_iter: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate one batch without gradients; arguments and result see ``PipelineEngine.eval_batch``."""
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         return evaluate(self, data_iter, *args, **kwargs)
 
     # -------------------------------------------------------------------------------------------------------- checkpoints
@@ -257,7 +257,7 @@ class TokenPipelineEngine(PipelineEngine):
         self, save_dir: Any, tag: Any = None, client_state: Any = None, save_latest: bool = True, *args: Any, **kw: Any
     ) -> Any:
         """Override ``PipelineEngine.save_checkpoint``: save atomically, with the plan of ``"slices": "auto"``."""
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         save = super().save_checkpoint
         return self._checkpointer.save(self, save, save_dir, tag, client_state or {}, save_latest, *args, **kw)
 
@@ -267,7 +267,7 @@ class TokenPipelineEngine(PipelineEngine):
         Raises:
             ConfigError: on every rank, a file that is missing, not as it was saved, or not of this model: nothing was changed.
         """
-        refuse_ended(self._watchdog)
+        refuse_ended(self)
         with resuming(self):
             return self._checkpointer.load(self, super().load_checkpoint, LoadArguments(load_dir, tag, *args, **kwargs))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.errors import ConfigError, bad_value, shown
 from ds_terapipe.pipeline.ended import poison_on_error
 from ds_terapipe.pipeline.step_grid import FORWARD_ONLY, grid_of_step
 from ds_terapipe.pipeline.step_runner import StepRequest
@@ -30,10 +30,12 @@ def evaluate(
         raise ConfigError(
             'eval_batch: got reduce_output=None where one loss goes to all stages, must be "avg" there, use bcast_loss=False'
         )
+    micro_batches = engine.micro_batches if num_micro_batches is None else num_micro_batches
+    if micro_batches < 1:
+        raise bad_value("eval_batch: num_micro_batches", micro_batches, "1 or more", "1")
     engine.module.eval()
     train_iterator = engine.data_iterator
     engine.set_dataiterator(data_iter)
-    micro_batches = engine.micro_batches if num_micro_batches is None else num_micro_batches
     try:
         with torch.no_grad():
             result = _run(engine, StepRequest(micro_batches, compute_loss, return_logits), reduce_output, bcast_loss)

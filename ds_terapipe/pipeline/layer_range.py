@@ -11,6 +11,7 @@ import dis
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -27,6 +28,10 @@ from ds_terapipe.model_chunks import ModelChunks
 from ds_terapipe.refusals import has_own_forward
 
 Layer = Callable[[Any], Any]
+
+
+class _Received(Exception):
+    """Inputs that have come as far as the first layer."""
 
 
 class LayerRange:
@@ -71,12 +76,29 @@ class LayerRange:
             return self._run(start, len(self.functions), 0, 0)(inputs)
         if has_own_forward(module):
             return module(inputs)  # never cut: refusals/ makes sure of that
-        # called as the module, so that its hooks run (DeepSpeed's cast inputs and time the forward)
-        module.__dict__["forward"] = functools.partial(self._forward, first=start)
+        return self._as_module(functools.partial(self._forward, first=start), inputs)
+
+    def received(self, inputs: Any) -> Any:
+        """Return what the first layer gets of these inputs: hooks that run before the module may change them."""
+        got = [inputs]
+
+        def stop(value: Any) -> Any:
+            got.append(value)
+            raise _Received  # hooks that run after it expect its outputs
+
+        if self._module is not None and not has_own_forward(self._module):
+            with suppress(_Received):
+                self._as_module(stop, inputs)
+        return got[-1]
+
+    def _as_module(self, forward: Callable[[Any], Any], inputs: Any) -> Any:
+        """Call the module with another ``forward``: its hooks run (DeepSpeed's cast inputs and time the forward)."""
+        own = self._module.__dict__
+        own["forward"] = forward
         try:
-            return module(inputs)
+            return self._module(inputs)
         finally:
-            del module.__dict__["forward"]
+            del own["forward"]
 
     def text(self, number: int) -> str:
         """Return a layer's name for errors, by its number in the model: ``layer 3 (Block)``."""

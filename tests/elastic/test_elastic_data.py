@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,10 +52,9 @@ def from_training_data() -> dict[str, Any]:
     found: dict[str, Any] = {"losses": [], "read": [], "shapes": [], "evaluated": {}}
     for step in range(CASE.steps):
         resize(engine, step)
-        if step in CHANGES:  # one rank fails to read a step, which is tried again
-            data.length = None if engine.global_rank == 0 else LENGTH
+        with mock.patch.object(data, "length", None if engine.global_rank == 0 else LENGTH):  # a read that one rank fails in
             assert "TypeError" in raised(engine.train_batch)
-            data.length, data.asked = LENGTH, []
+        data.take()
         found["losses"].append(float(engine.train_batch()))
         found["shapes"].append(tuple(engine.shape))
         found["read"].append((engine.stage_id, engine.grid.data_parallel_id, data.take(), tuple(data.drawn[-1:])))
@@ -108,9 +108,11 @@ def ends(rank: int) -> dict[str, Any]:
         wrong = [*[micro(0)] * (share - 1), {"text": 1} if rank == 0 else micro(0)]
         for data in ([micro(0)] * (share - (rank == 0)), wrong):
             for call in (engine.train_batch, engine.eval_batch):
-                with pytest.raises((StopIteration, ConfigError)) as raised:
+                with pytest.raises((StopIteration, ConfigError)) as caught:
                     call(iter(data))
-                found["raised"].append((raised.type.__name__, str(raised.value)))
+                found["raised"].append((caught.type.__name__, str(caught.value)))
+    with mock.patch.object(engine, "optimizer", engine.optimizer if rank else None):  # they read for each other first
+        assert "ConfigError: optimizer: got none on a rank" in raised(lambda: engine.train_batch(iter([micro(0)] * share)))
     engine.destroy()
     return found
 

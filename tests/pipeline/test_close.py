@@ -69,6 +69,8 @@ def test_nothing_grows(grown: list[Any]) -> None:
         assert memory < MEMORY
 
 
+GONE = "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built again, "
+GONE += "use PipelineModule(...) again and load its weights"
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "zero": {"optimizer": ADAMW, "config": {"zero_optimization": {"stage": 1}}},
@@ -123,6 +125,8 @@ def collected() -> dict[str, Any]:
     found |= {"made": made, "kept": names() - before}
     engine = build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
     engine.train_batch(data())
+    build_engine((), None, made=engine.module, token_pipeline=SLICED).destroy()
+    found["without its module"] = raised(partial(engine.train_batch, data()))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return {**found, "after the job": raised(engine.destroy)}
@@ -146,14 +150,11 @@ def test_destroy_undoes_what_the_engine_did_and_engine_and_module_say_so(left: l
         assert found["waits"] == 0
         # a second destroy() says nothing
         assert found["again"].startswith("RuntimeError: this engine is no longer usable (destroy() was called)")
-        assert found["another"] == (
-            "ConfigError: model: got a PipelineModule whose engine was destroyed, must be built again, "
-            "use PipelineModule(...) again and load its weights"
-        )
+        assert found["another"] == GONE
 
 
 def test_an_engine_that_is_collected_leaves_its_groups_to_all_ranks(left: list[dict[str, Any]]) -> None:
     for found in (rank["collected"] for rank in left):
         assert not any(found["alive"])
         assert found["made"] == found["kept"] != set()  # a collector runs on every rank at another time
-        assert found["after the job"] == ""
+        assert found["after the job"] == "" and found["without its module"] == GONE

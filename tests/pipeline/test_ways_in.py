@@ -68,10 +68,6 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         except (ConfigError, RuntimeError) as error:
             said[name] = f"{type(error).__name__} {error}"
 
-    def attention_first(module, inputs):
-        x = torch.ones(2, 4, inputs[0][0].shape[1], 8)
-        attend(x, x, x)
-
     inside = way(torch.compile(attend, backend="aot_eager", dynamic=True))
     for length in (1, 9, 11):  # graphs for any length are there before the engine is
         warm = partial(inside(), torch.randn(2, length, HIDDEN))
@@ -79,7 +75,11 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
         with torch.no_grad():
             warm()
     attempt("compiled function", specs(inside), slices={"slices": [7, 3, 9, 5]})
-    attempt("outside the layers", specs(Attention), hook=attention_first)
+    outside = lambda module, inputs: (attend(*[torch.ones(2, 4, inputs[0][0].shape[1], 8)] * 3), None)[1]  # noqa: E731
+    attempt("outside the layers", specs(Attention), hook=outside)
+    narrow = lambda self, inputs: Embedding.forward(self, inputs if inputs[0].dtype == torch.int32 else inputs[2])  # noqa: E731
+    cast = [LayerSpec(type("Narrow", (Embedding,), {"forward": narrow})), *specs(Attention)[1:]]
+    attempt("cast", cast, hook=lambda module, inputs: ((inputs[0][0].int(), inputs[0][1]),))
     reentrant = {"config": {"pipeline": {"use_reentrant": True}}, "module": {"activation_checkpoint_interval": 1}}
     attempt("reentrant", specs(Attention), slices={"slices": 1}, **reentrant)  # cut or not
     reentrant["module"]["activation_checkpoint_func"] = partial(checkpoint, use_reentrant=False)
@@ -100,8 +100,8 @@ def test_what_cannot_be_placed_is_refused_before_the_first_step(alone):
     ((_, said),) = alone
     assert "attention is compiled by torch.compile (layer 1 (" in said["compiled function"]
     assert "), micro-batch 0, tokens 0 to" in said["compiled function"]
-    assert said["outside the layers"].startswith("PlacementError causal attention is called outside the layers")
-    assert '"use_reentrant": false' in said["reentrant"] and said["own checkpoint"] == "trained"
+    assert "run on a slice it fails, PlacementError: causal attention is called outside the layers" in said["outside the layers"]
+    assert '"use_reentrant": false' in said["reentrant"] and said["own checkpoint"] == said["cast"] == "trained"
 
 
 def rows(length: int, seed: int = 0, **options) -> list[torch.Tensor]:

@@ -116,7 +116,7 @@ class Inspection:
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
         try:
             outputs, stage.written = verify_stage(
-                stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted,
+                stage.root, stage.layers, stage.context, stage.layers.received(inputs), stage.dims, spans, adapted,
                 trains=self.trains and stage.trains and not _is_tensor_parallel(stage.root),
                 keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
@@ -279,6 +279,7 @@ def _is_tensor_parallel(root: Any) -> bool:
 def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
     probe.begin_slice(span)
     with stage.context.forward(Unit(0, 0), span):
+        inputs = stage.layers.received(inputs)
         for number, layer in enumerate(stage.layers.functions, start=stage.layers.first):
             probe.record(inputs)
             stage.context.enter_layer(number)
@@ -292,6 +293,7 @@ def _failure(problem: Exception, stage: Stage, batch: StepBatch) -> ConfigError:
     total = batch.lengths[0]
     outputs: Any = batch.cut_inputs(0, Span(0, total, total)) if stage.number == 0 else None
     try:
+        outputs = outputs if outputs is None else stage.layers.received(outputs)
         for layer in stage.layers.functions if stage.number == 0 else ():
             outputs = layer(outputs)
     except Exception:
