@@ -214,10 +214,10 @@ class Busy(Attention):
         super().__init__()
         self.dropout, self.frozen_dropout = nn.Dropout(0.3), nn.Dropout(0.3)
         self.bias = nn.Parameter(torch.zeros(HIDDEN))
-        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.long))
         self.register_buffer("replaced", torch.zeros(1))
         self.register_buffer("table", None)  # a cache that grows
-        self.longest = 0
+        self.longest = self.count = 0
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -228,7 +228,7 @@ class Busy(Attention):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2 if self.training else 0.0)
 
     def forward(self, hidden):
-        self.calls += 1
+        self.calls, self.count = self.calls.add_(1), self.count + 1
         if hidden.shape[1] > self.longest:
             self.longest, self.table = hidden.shape[1], torch.ones(hidden.shape[1])
         self.replaced = self.replaced + random.random() + float(numpy.random.rand()) + torch.rand(1)
@@ -248,23 +248,28 @@ class CountedLoss:
         return loss + torch.autograd.grad(loss, logits, create_graph=True)[0].norm()
 
 
-# features that are no tokens, and outputs with samples and tokens in one dimension
-Prefixed = type("Prefixed", (Embedding,), {"forward": lambda self, x: Embedding.forward(self, x[:2]) + x[2].mean(1, True)})
+# features that are no tokens, as of an image if they vary, and outputs with samples and tokens in one dimension
+class Prefixed(Embedding):
+    def forward(self, x):
+        return super().forward(x[:2]) + x[2].mean(1, True) * (1 if x[2].std() == 0 else torch.arange(x[0].shape[1])[:, None])
+
+
 Flat = type("Flat", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden).flatten(0, 1)})
-# samples and features of steps of 24 tokens, and what is said of each
+# samples and features of steps of 24 tokens, whether these vary, and what is said of each
 LATER = [
-    ((1, 7), "None"),
-    ((1, 24), r"token_pipeline\.cut: got none, inputs\[2\] \(float32 \[1, 24, 32\]\) has 24 in dimension 1"),
-    ((2, 7), r"the model: got outputs of shape \[14, 53\] for 7 tokens, must have as many in dimension 0"),
+    ((1, 7, False), "None"),
+    ((1, 7, True), r"token_pipeline\.slices: got a model that can't be cut: the output of layer 0 .* numbers the tokens"),
+    ((1, 24, False), r"token_pipeline\.cut: got none, inputs\[2\] \(float32 \[1, 24, 32\]\) has 24 in dimension 1"),
+    ((2, 7, False), r"the model: got outputs of shape \[14, 53\] for 7 tokens, must have as many in dimension 0"),
 ]
 
 
 def later():
     specs, flat_loss = with_middle(Block, Prefixed, Flat), lambda outputs, y: mean_loss(outputs.view(*y.shape, -1), y)
     engine, said = build_engine(specs, flat_loss, token_pipeline=SLICES, stages=1), []
-    for (samples, features), _ in LATER:
+    for (samples, features, vary), _ in LATER:
         x, y = micro_batch(0, batch=samples, masked=False)
-        step = [((*x, torch.ones(samples, features, HIDDEN)), y)] * 2
+        step = [((*x, (torch.randn if vary else torch.ones)(samples, features, HIDDEN)), y)] * 2
         said.append(str(error_of(lambda step=step: engine.train_batch(iter(step)))))
     return said
 
@@ -295,7 +300,7 @@ def test_a_run_with_verify_is_the_run_without_bit_for_bit(verified):
     assert first == without == again  # the second time all scripts have been differentiated and optimised
     state, modes, _ = first
     assert not modes["1.frozen_dropout"] and modes["1.dropout"] and state["1.calls"][0] > 0
-    assert verified[0][1].count("once per slice, not once per micro-batch: 1.calls, 1.replaced, 2.calls, 2.replaced") == 2
+    assert verified[0][1].count("once per slice, not once per micro-batch: 1.calls, 1.count, 1.replaced, 2.calls and 2 more") == 2
 
 
 def test_a_later_step_whose_tensors_follow_the_tokens_otherwise_is_refused(verified):
@@ -341,6 +346,9 @@ def test_modules_within_a_layer_may_get_all_samples_tokens_in_one_dimension(row,
     look(context, [flat(0)], torch.randn(shape), row=row)
     with pytest.raises(ConfigError, match=r"the output of layer 4 \(\w+\), module 0\.inner, differs"):
         look(context, [flat(1)], torch.randn(shape), row=row)
+    # as an expert that is left out where it has no tokens
+    expert = layer(lambda self, x: self.inner(x) if x.numel() > 5 * 2 * HIDDEN else x, inner=nn.Identity)
+    look(context, [expert()], torch.randn(shape), row=row)
 
 
 def test_the_first_rows_of_a_table_become_the_slices_own():

@@ -6,7 +6,8 @@ after the agreement: the next one then comes straight to its receives, and after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,11 +53,11 @@ def verified(spans: Sequence[Span], multiple: int = 1) -> tuple[Span, ...]:
 
 @dataclass
 class Inspection:
-    """Inspection of the model on the first micro-batch; the same on every rank, collective.
+    """Inspection of the model on a batch's first micro-batch; the same on every rank, collective.
 
-    Every stage learns its sequence dimensions. ``verifies``: whether to compare slices with the whole; ``loss_fn``:
-    None if there is no loss; ``defers``: whether weight gradients are made once per micro-batch; ``trains``: whether a
-    loss will run backward.
+    Every stage learns its sequence dimensions, unless it knows them. ``verifies``: whether to compare slices with the
+    whole; ``loss_fn``: None if there is no loss; ``defers``: whether weight gradients are made once per micro-batch;
+    ``trains``: whether a loss will run backward.
     """
 
     runtime: PipelineRuntime
@@ -70,10 +71,10 @@ class Inspection:
     def run(self, batch: StepBatch) -> None:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total, shares, multiple = batch.lengths[0], self.runtime.shares, self.runtime.multiple
-        parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
-        for context in parts:
-            context.documents_of = batch.documents
-        with undisturbed(parts, self.loss_fn), self.runtime.autocast():
+        for stage in self.runtime.stages.values():
+            stage.context.documents_of = batch.documents
+        known = [(stage, stage.dims) for stage in self.runtime.stages.values() if stage.dims is not None]
+        with self._trial():
             short = None
             least = LEAST_TOKENS * multiple
             if total < least:
@@ -91,8 +92,17 @@ class Inspection:
                 lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
             )
             self.consensus.together(lambda: self._set_dims(probes))
-            if self.verifies:
-                self._compare(batch)
+        if self.verifies:
+            self._compare(batch)
+        for stage, dims in known:
+            stage.dims = dims
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Context manager around one run: a layer that sets itself up in its first one does so in each."""
+        parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
+        with undisturbed(parts, self.loss_fn), self.runtime.autocast():
+            yield
 
     def _compare(self, batch: StepBatch) -> None:
         """Compare the beginning of a long sequence, and if that fails all of it: a mask may have full length.
@@ -105,7 +115,8 @@ class Inspection:
         for spans in (verified(cut, self.runtime.multiple), cut):  # as many on all replicas, whose ends differ
             whole = (Span(0, spans[-1].stop, spans[-1].stop),)
             try:
-                self._through_stages(batch, whole, partial(self._verify, batch, spans))
+                with self._trial():
+                    self._through_stages(batch, whole, partial(self._verify, batch, spans))
                 return
             except ConfigError as error:  # on every rank
                 found.append(str(error))  # not the error, whose frames hold tensors

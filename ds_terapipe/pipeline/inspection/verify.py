@@ -243,15 +243,16 @@ def verify_stage(
         for index, (layer, (cuts, after)) in enumerate(
             zip(layers.functions, pairwise((*dims.layers, dims.outputs)), strict=True)
         ):
-            run = partial(_run, layer, layers.first + index, context, recorder, cuts, after)
-            one = _OneLayer(layers.text(layers.first + index), run, recorder)
+            number = layers.first + index
+            run = partial(_run, layer, number, context, recorder, cuts, after)
+            one = _OneLayer(layers.text(number), run, recorder)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
-                outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, layers.first + index)
+                outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, number)
             batch = _batch_size(as_tuple(inputs), cuts)
             for span in spans:
                 one.compare(part_of(inputs, cuts, span), span, batch)
-            written += _changed(state, _statistics(layer, layers.first + index))
+            written += _changed(state, _statistics(layer, number))
             if trains:
                 with _restored(inside), standing_in(modules_of(layer)) as parameters:
                     gradients = LayerGradients(run, context, cuts, after, parameters, keeper)
@@ -263,17 +264,27 @@ def verify_stage(
     return inputs, written
 
 
-def _statistics(layer: Any, number: int) -> dict[str, Tensor]:
-    """Return copies of a layer's statistics by name: its buffers of floating point that a checkpoint has."""
-    kept = [(name, buffer) for owner in modules_of(layer) for name, buffer in owner.named_buffers()]
-    saved = {name for owner in modules_of(layer) for name in owner.state_dict()} if kept else set()
-    return {f"{number}.{name}": b.clone() for name, b in kept if b.is_floating_point() and name in saved}
+def _statistics(layer: Any, number: int) -> dict[str, Any]:
+    """Return copies of a layer's statistics by name: buffers that a checkpoint has, and numbers in attributes."""
+    owners = list(modules_of(layer))
+    buffers = [each for owner in owners for each in owner.named_buffers()]
+    saved = {name for owner in owners for name in owner.state_dict()} if buffers else set()
+    found: dict[str, Any] = {name: buffer.clone() for name, buffer in buffers if name in saved}
+    for path, module in (each for owner in owners for each in owner.named_modules()):
+        numbers = {key: value for key, value in vars(module).items() if type(value) in (int, float)}
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in numbers.items()}
+    return {f"{number}.{name}": value for name, value in found.items()}
 
 
-def _changed(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> list[str]:
+def _changed(whole: dict[str, Any], parts: dict[str, Any]) -> list[str]:
     """Return the names of statistics that are others after all slices than after the whole sequence."""
-    alike = [name for name in whole if name in parts and whole[name].shape == parts[name].shape]
-    return [n for n in alike if difference(whole[n], parts[n], None) > TOLERANCE.get(parts[n].dtype, 0.0)]
+    return [name for name, value in whole.items() if name in parts and _is_other(value, parts[name])]
+
+
+def _is_other(whole: Any, part: Any) -> bool:
+    if not isinstance(whole, Tensor):
+        return bool(part > whole)  # a count: of all slices it is more, the length of a table is less
+    return whole.shape == part.shape and difference(whole, part, None) > TOLERANCE.get(part.dtype, 0.0)
 
 
 class _OneLayer:
