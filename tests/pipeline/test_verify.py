@@ -25,6 +25,7 @@ from ds_terapipe.pipeline.inspection.differences import TOLERANCE, difference
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
+from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, MaskedTokenLoss, mean_loss, micro_batch, steps_of
@@ -365,6 +366,13 @@ def test_one_wrong_token_of_many_is_found(context):
     third = changing(64, lambda tokens: tokens + (torch.arange(tokens.shape[1]) == 3) * (tokens.shape[1] == 4))
     with pytest.raises(ConfigError, match=r"differs by 1\.0e\+00 .* \(tokens 60 to 64\)"):
         look(context, [third], torch.zeros(1, 64).long(), (60, 4))
+
+
+def test_an_auxiliary_loss_of_each_slice_is_not_that_of_the_first_one():
+    loss = MicroBatchLoss(sum, None, None, (TensorCut(row=0), TensorCut()), spans((1, 2)))
+    loss.add((torch.zeros(1), torch.tensor(2.0)))
+    with pytest.raises(ConfigError, match=r"an output of one number, 2 for a slice and 2\.1 for another, must"):
+        loss.add((torch.zeros(2), torch.tensor(2.1)))
 
 
 def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_is_refused():
