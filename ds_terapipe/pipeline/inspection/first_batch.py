@@ -125,10 +125,11 @@ class Inspection:
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
+        is_shared = _is_tensor_parallel(stage.root)
         try:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, inputs, stage.dims, spans, adapted,
-                trains=self.trains and stage.trains and not _is_tensor_parallel(stage.root),
+                trains=self.trains and stage.trains and not is_shared, is_shared=is_shared,
                 keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
@@ -151,7 +152,7 @@ class Inspection:
                 raise ConfigError(
                     f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
                 )
-            if not _is_tensor_parallel(stage.root):
+            if not is_shared:
                 _check_alone(stage, inputs, spans[-1].stop, try_loss)
         return outputs
 
