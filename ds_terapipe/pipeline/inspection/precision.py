@@ -16,10 +16,11 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_fp32(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Context manager in which copies in fp32 stand in for parameters and buffers of 16 bits, without autocast."""
+    """Context manager in which copies in fp32 stand in for parameters and buffers of 16 bits, without autocast and TF32."""
     held = {id(tensors): tensors for module in modules for tensors in (module._parameters, module._buffers)}
     places = [(of_module, name, t) for of_module in held.values() for name, t in of_module.items() if _is_narrow(t)]
     copies: dict[Any, Tensor] = {}
+    products = torch.get_float32_matmul_precision()
     devices = {tensor.device.type for *_, tensor in places if tensor is not None} or {"cpu"}
     try:
         for of_module, name, tensor in places:
@@ -27,9 +28,11 @@ def in_fp32(modules: Sequence[nn.Module]) -> Iterator[None]:
             if tensor not in copies:
                 copies[tensor] = _wide(tensor)
             of_module[name] = copies[tensor]  # type: ignore[assignment]
+        torch.set_float32_matmul_precision("highest")
         with torch.autocast(devices.pop(), enabled=False):
             yield
     finally:
+        torch.set_float32_matmul_precision(products)
         for of_module, name, tensor in places:
             of_module[name] = tensor  # type: ignore[assignment]
 
