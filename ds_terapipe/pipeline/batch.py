@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,8 @@ class StepBatch:
     everywhere: tuple[int, ...] = ()
     multiple: int = 1  # of tokens that every slice is
     signatures: list[int] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)  # of data, on the first stage, if slices are verified
+    is_new: bool = False  # whether some replica's micro-batch is of a kind that was not
     spans: list[tuple[Span, ...]] = field(default_factory=list)
     is_cut: bool = False  # whether some replica's micro-batch is; its other slices may be padding that is left out
     load: Callable[[Any], Any] = _there
@@ -49,6 +51,14 @@ class StepBatch:
         """Take over lengths, signatures and documents from the first stage's header."""
         self.lengths, self.signatures = list(header.lengths), list(header.signatures)
         self.everywhere, self.documents = header.everywhere, dict(header.documents)
+        self.is_new = header.is_new
+
+    def only(self, number: int) -> StepBatch:
+        """Return one of the micro-batches as a batch of its own."""
+        of_all = ("inputs", "input_cuts", "labels", "label_cuts", "lengths", "signatures", "spans")
+        documents = {0: self.documents[number]} if number in self.documents else {}
+        alone = {name: getattr(self, name)[number : number + 1] for name in of_all}
+        return replace(self, **alone, documents=documents, _loaded=None)
 
     def cut(self, slices: int | Sequence[int], *, skips_padding: bool = False) -> None:
         """Cut every micro-batch into so many slices, or slices of these lengths; perhaps without those of padding only."""
@@ -140,6 +150,8 @@ def read_step(
             batch.input_cuts.append(cuts)
             batch.lengths.append(total)
             batch.signatures.append(_signature(as_tuple(value), cuts))
+            if config.verify and slices != 1:
+                batch.kinds.append(_kind(as_tuple(value), cuts))
             documents = None if documents_of is None else documents_of(value)
             if documents is not None:
                 batch.documents[len(batch.lengths) - 1] = documents
@@ -204,3 +216,22 @@ def _signature(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
     return zlib.crc32(repr(shapes).encode())
+
+
+def _kind(tensors: Sequence[Tensor], cuts: Sequence[TensorCut]) -> int:
+    """Checksum of how varied the tensors are: layers may do something else where there is no image, say, or no padding.
+
+    Masks, which have a check of their own, and tensors on a device, for which the host would wait, count as varied.
+    """
+    kinds = [
+        (str(tensor.dtype), tensor.dim(), cut.column is None and tensor.device.type == "cpu" and _variety(tensor))
+        for tensor, cut in zip(tensors, cuts, strict=True)
+    ]
+    return zlib.crc32(repr(kinds).encode())
+
+
+def _variety(tensor: Tensor) -> str | bool:
+    if not tensor.numel():
+        return "none"
+    one = tensor[(0,) * tensor.dim()]
+    return not bool((tensor != one).any()) and ("a number" if bool(one) else "zeros")

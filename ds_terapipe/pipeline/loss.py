@@ -14,8 +14,11 @@ from torch import Tensor
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.batch import StepBatch
+from ds_terapipe.pipeline.inspection.differences import difference
 from ds_terapipe.pipeline.slicing import Span, TensorCut, aliases, as_tuple, like
 from ds_terapipe.schedule import Unit
+
+_ALIKE = 1e-2  # difference of numbers that are the same but for rounding, also in 16 bits
 
 
 @runtime_checkable
@@ -108,7 +111,18 @@ class MicroBatchLoss:
         return like(self._outputs[0], joined)
 
     def _check_pieces(self, pieces: Sequence[Tensor], cut: TensorCut) -> None:
-        """Raise ConfigError for rows that are not one token each, as where samples and tokens share a dimension."""
+        """Raise ConfigError for rows that are not one token each, as where samples and tokens share a dimension.
+
+        Likewise for a number that is another one in some slice, as of an auxiliary loss that was zero in the inspection.
+        """
+        other = pieces[0]
+        if cut.row is None and other.numel() == 1:
+            other = next((piece for piece in pieces if difference(pieces[0], piece, None) > _ALIKE), other)
+        if other is not pieces[0]:
+            raise ConfigError(
+                f"the model: got an output of one number, {float(pieces[0]):.6g} for a slice and {float(other):.6g} for another, "
+                'must be one for all tokens, use outputs [batch, tokens, ...] and add up in loss_fn, or "slices": 1'
+            )
         for piece, span in zip(pieces, self._spans, strict=True):
             if cut.row is not None and piece.shape[cut.row] != cut.rows(span):
                 raise ConfigError(

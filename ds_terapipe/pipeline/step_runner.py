@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.pipeline.batch import StepBatch, read_step
 from ds_terapipe.pipeline.inspection.first_batch import Inspection
+from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS
+from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.loss import StepLosses, check_loss, runs_per_slice
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.runtime import PipelineRuntime, Step
@@ -59,8 +62,8 @@ class StepRunner:
     ) -> None:
         self._module, self._consensus, self._watchdog = module, consensus, watchdog
         self._load, self._device = load, device
-        # whether layers trained when all were verified, on any rank; holds after moves too
-        self._verified: set[bool] = set()
+        self._verified: set[Any] = set()  # what `_modes` was when all layers were; holds after moves too
+        self._kinds: dict[bool, set[int]] = {True: set(), False: set()}  # of data, verified so; on the first stage
         self._followed: dict[Any, Any] = {}
 
     def read(
@@ -93,7 +96,8 @@ class StepRunner:
             error = problem
         header = None
         if batch.lengths:
-            header = Header(tuple(batch.lengths), tuple(batch.signatures), documents=batch.documents)
+            is_new = not self._kinds[torch.is_grad_enabled()].issuperset(batch.kinds)
+            header = Header(tuple(batch.lengths), tuple(batch.signatures), (), batch.documents, is_new)
         weighs = None if weight is None else weight.numel() > 0
         micro_batches, placement = request.micro_batches, runtime.view.placement
         batch.multiple = runtime.multiple
@@ -138,20 +142,49 @@ class StepRunner:
     ) -> bool:
         """Find the sequence dimensions before the first sliced step and evaluation, and verify the slices; collective.
 
-        ``defers``: whether weight gradients are made once per micro-batch.
+        ``defers``: whether weight gradients are made once per micro-batch. Later micro-batches are verified where their
+        data are of another kind than all before.
 
         Returns:
-            Whether this was done now.
+            Whether the dimensions were found now.
         """
-        if runtime.is_inspected or not batch.is_cut:
+        is_inspected = runtime.is_inspected
+        if not batch.is_cut or (is_inspected and not batch.is_new):
             return False
         check_loss(self._module.loss_fn)
         loss_fn = self._module.loss_fn if request.compute_loss else None
-        trains = torch.is_grad_enabled()
-        verifies = settings.verify and trains not in self._verified
-        Inspection(runtime, self._consensus, settings, verifies, loss_fn, defers).run(batch)
-        self._verified.add(trains)
-        return True
+        look = partial(Inspection, runtime, self._consensus, settings, loss_fn=loss_fn, defers=defers)
+        modes = self._modes(runtime) if settings.verify and not is_inspected else None
+        verifies = modes is not None and modes not in self._verified
+        if not is_inspected:
+            look(verifies=verifies).run(batch.only(0))
+            self._verified.add(modes)
+        for number in self._of_new_kinds(batch, runtime.multiple) if batch.is_new else ():
+            if number or not verifies:
+                look(verifies=True).run(batch.only(number))
+        return not is_inspected
+
+    def _modes(self, runtime: PipelineRuntime) -> Any:
+        """Return which modules of each layer train, frozen ones do not, and whether there are gradients; collective."""
+        mine = {
+            number: hash(tuple(part.training for owner in modules_of(layer) for part in owner.modules()))
+            for stage in runtime.stages.values()
+            for number, layer in enumerate(stage.layers.functions, stage.layers.first)
+        }
+        everywhere = [layers.items() for layers in self._consensus.gather(mine)]
+        return torch.is_grad_enabled(), frozenset().union(*everywhere)
+
+    def _of_new_kinds(self, batch: StepBatch, multiple: int) -> list[int]:
+        """Return the micro-batches that are the first of their kind in some pipeline, and note their kinds; collective."""
+        known = self._kinds[torch.is_grad_enabled()]
+        new = {kind: number for number, kind in reversed(list(enumerate(batch.kinds))) if kind not in known}
+        least = LEAST_TOKENS * multiple
+        cut = {number for number, spans in enumerate(batch.spans) if len(spans) > 1 and batch.lengths[number] >= least}
+        said = self._consensus.gather((new, cut))
+        everywhere = set.intersection(*(of_rank for _, of_rank in said))
+        found = {kind: number for of_rank, _ in said for kind, number in of_rank.items() if number in everywhere}
+        known.update(found)
+        return sorted(set(found.values()))
 
     def run(
         self,

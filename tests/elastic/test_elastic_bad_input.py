@@ -19,11 +19,13 @@ from ds_terapipe.names import ELASTIC_STATE
 from tests.elastic.samples import registered
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON
-from tests.pipeline.models import FrozenBlock, FrozenEmbedding
+from tests.pipeline.models import Block, FrozenBlock, FrozenEmbedding, gpt
 from tests.spawn import launched
 
+Odd = type("Odd", (Block,), {"forward": lambda self, x: Block.forward(self, x if self.training else x.cumsum(1))})
 CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 ODD = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
+FROZEN = replace(CASE, slices=2, freeze=((1, 2),), steps=2)
 HALVE = {"resize": {"policy": "halve"}}
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
@@ -99,6 +101,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "of stages": refused(token_pipeline={"slices": 1}, training_data=[0], config=STAGES),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
+        "frozen": refused(FROZEN, 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
         # a user's own frozen layers need nothing moved
         "static": refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}}),
         "step": refused(config={"elastic_pipeline": HALVE}, steps=1),  # after all that was refused
@@ -120,6 +123,7 @@ def test_what_is_wrong_is_one_line_on_every_rank(ranks: Any, name: str) -> None:
 
 def test_what_was_refused_leaves_nothing_behind_and_what_is_right_is_not_refused(ranks: Any) -> None:
     (_, (loss,)) = ranks[0]["step"]
+    assert all("can't be cut: the input of layer 1 (Odd)" in found["frozen"][1] for found in ranks), ranks[0]["frozen"]
     assert ranks[0]["step"] == ranks[1]["step"] and loss > 0 and all(found["static"] == ("nothing", []) for found in ranks)
 
 

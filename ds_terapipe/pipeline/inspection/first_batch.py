@@ -6,7 +6,8 @@ after the agreement: the next one then comes straight to its receives, and after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -52,11 +53,11 @@ def verified(spans: Sequence[Span], multiple: int = 1) -> tuple[Span, ...]:
 
 @dataclass
 class Inspection:
-    """Inspection of the model on the first micro-batch; the same on every rank, collective.
+    """Inspection of the model on a batch's first micro-batch; the same on every rank, collective.
 
-    Every stage learns its sequence dimensions. ``verifies``: whether to compare slices with the whole; ``loss_fn``:
-    None if there is no loss; ``defers``: whether weight gradients are made once per micro-batch; ``trains``: whether a
-    loss will run backward.
+    Every stage learns its sequence dimensions, unless it knows them. ``verifies``: whether to compare slices with the
+    whole; ``loss_fn``: None if there is no loss; ``defers``: whether weight gradients are made once per micro-batch;
+    ``trains``: whether a loss will run backward.
     """
 
     runtime: PipelineRuntime
@@ -70,10 +71,10 @@ class Inspection:
     def run(self, batch: StepBatch) -> None:
         """Run the inspection. Raises ConfigError, on every rank, for a model that cannot be cut."""
         total, shares, multiple = batch.lengths[0], self.runtime.shares, self.runtime.multiple
-        parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
-        for context in parts:
-            context.documents_of = batch.documents
-        with undisturbed(parts, self.loss_fn), self.runtime.autocast():
+        for stage in self.runtime.stages.values():
+            stage.context.documents_of = batch.documents
+        known = [(stage, stage.dims) for stage in self.runtime.stages.values() if stage.dims is not None]
+        with self._trial():
             short = None
             least = LEAST_TOKENS * multiple
             if total < least:
@@ -91,8 +92,17 @@ class Inspection:
                 lambda stage, inputs, span: _probe(stage, probes[stage.number], inputs, span),
             )
             self.consensus.together(lambda: self._set_dims(probes))
-            if self.verifies:
-                self._compare(batch)
+        if self.verifies:
+            self._compare(batch)
+        for stage, dims in known:
+            stage.dims = dims
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Context manager around one run: a layer that sets itself up in its first one does so in each."""
+        parts = {stage.context: stage.root for stage in self.runtime.stages.values()}
+        with undisturbed(parts, self.loss_fn), self.runtime.autocast():
+            yield
 
     def _compare(self, batch: StepBatch) -> None:
         """Compare the beginning of a long sequence, and if that fails all of it: a mask may have full length.
@@ -105,7 +115,8 @@ class Inspection:
         for spans in (verified(cut, self.runtime.multiple), cut):  # as many on all replicas, whose ends differ
             whole = (Span(0, spans[-1].stop, spans[-1].stop),)
             try:
-                self._through_stages(batch, whole, partial(self._verify, batch, spans))
+                with self._trial():
+                    self._through_stages(batch, whole, partial(self._verify, batch, spans))
                 return
             except ConfigError as error:  # on every rank
                 found.append(str(error))  # not the error, whose frames hold tensors
@@ -114,10 +125,11 @@ class Inspection:
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
+        is_shared = _is_tensor_parallel(stage.root)
         try:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, stage.layers.received(inputs), stage.dims, spans, adapted,
-                trains=self.trains and stage.trains and not _is_tensor_parallel(stage.root),
+                trains=self.trains and stage.trains and not is_shared, is_shared=is_shared,
                 keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
@@ -140,7 +152,7 @@ class Inspection:
                 raise ConfigError(
                     f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
                 )
-            if not _is_tensor_parallel(stage.root):
+            if not is_shared:
                 _check_alone(stage, inputs, spans[-1].stop, try_loss)
         return outputs
 

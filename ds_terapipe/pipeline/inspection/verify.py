@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.differences import TOLERANCE, Record, difference, differences, first_above
 from ds_terapipe.pipeline.inspection.gradients import LayerGradients, standing_in
+from ds_terapipe.pipeline.inspection.precision import in_fp32, wide
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
@@ -57,6 +59,7 @@ class _Rounding(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tolerance = 0.0
+        self.is_quantized = False  # whether an output had 8 bits
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,6 +67,7 @@ class _Rounding(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             self.tolerance = max(self.tolerance, TOLERANCE.get(tensor.dtype, 0.0))
+            self.is_quantized |= tensor.dtype.itemsize == 1 and tensor.is_floating_point()
         return result
 
 
@@ -216,6 +220,7 @@ def verify_stage(
     skip: Sequence[nn.Module] = (),
     *,
     trains: bool = False,
+    is_shared: bool = False,
     keeper: WeightGradients | None = None,
 ) -> tuple[Any, list[str]]:
     """Run the layers of a stage whole and sliced and compare them.
@@ -229,6 +234,7 @@ def verify_stage(
         spans: the slices.
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
         trains: whether the gradients of the layers' inputs and parameters are compared, too.
+        is_shared: whether ranks share the layers: one that fails alone would leave the others in a collective.
         keeper: makes those of weights, if they are made once per micro-batch.
 
     Returns:
@@ -243,15 +249,16 @@ def verify_stage(
         for index, (layer, (cuts, after)) in enumerate(
             zip(layers.functions, pairwise((*dims.layers, dims.outputs)), strict=True)
         ):
-            run = partial(_run, layer, layers.first + index, context, recorder, cuts, after)
-            one = _OneLayer(layers.text(layers.first + index), run, recorder)
+            number = layers.first + index
+            run = partial(_run, layer, number, context, recorder, cuts, after)
+            one = _OneLayer(layers.text(number), run, recorder)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
-                outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, layers.first + index)
-            batch = _batch_size(as_tuple(inputs), cuts)
-            for span in spans:
-                one.compare(part_of(inputs, cuts, span), span, batch)
-            written += _changed(state, _statistics(layer, layers.first + index))
+                outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, number)
+            one.compare_all(inputs, cuts, spans)
+            written += _changed(state, _statistics(layer, number))
+            if not is_shared:
+                one.compare_in_fp32(inputs, cuts, spans, inside)
             if trains:
                 with _restored(inside), standing_in(modules_of(layer)) as parameters:
                     gradients = LayerGradients(run, context, cuts, after, parameters, keeper)
@@ -263,17 +270,27 @@ def verify_stage(
     return inputs, written
 
 
-def _statistics(layer: Any, number: int) -> dict[str, Tensor]:
-    """Return copies of a layer's statistics by name: its buffers of floating point that a checkpoint has."""
-    kept = [(name, buffer) for owner in modules_of(layer) for name, buffer in owner.named_buffers()]
-    saved = {name for owner in modules_of(layer) for name in owner.state_dict()} if kept else set()
-    return {f"{number}.{name}": b.clone() for name, b in kept if b.is_floating_point() and name in saved}
+def _statistics(layer: Any, number: int) -> dict[str, Any]:
+    """Return copies of a layer's statistics by name: buffers that a checkpoint has, and numbers in attributes."""
+    owners = list(modules_of(layer))
+    buffers = [each for owner in owners for each in owner.named_buffers()]
+    saved = {name for owner in owners for name in owner.state_dict()} if buffers else set()
+    found: dict[str, Any] = {name: buffer.clone() for name, buffer in buffers if name in saved}
+    for path, module in (each for owner in owners for each in owner.named_modules()):
+        numbers = {key: value for key, value in vars(module).items() if type(value) in (int, float)}
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in numbers.items()}
+    return {f"{number}.{name}": value for name, value in found.items()}
 
 
-def _changed(whole: dict[str, Tensor], parts: dict[str, Tensor]) -> list[str]:
+def _changed(whole: dict[str, Any], parts: dict[str, Any]) -> list[str]:
     """Return the names of statistics that are others after all slices than after the whole sequence."""
-    alike = [name for name in whole if name in parts and whole[name].shape == parts[name].shape]
-    return [n for n in alike if difference(whole[n], parts[n], None) > TOLERANCE.get(parts[n].dtype, 0.0)]
+    return [name for name, value in whole.items() if name in parts and _is_other(value, parts[name])]
+
+
+def _is_other(whole: Any, part: Any) -> bool:
+    if not isinstance(whole, Tensor):
+        return bool(part > whole)  # a count: of all slices it is more, the length of a table is less
+    return whole.shape == part.shape and difference(whole, part, None) > TOLERANCE.get(part.dtype, 0.0)
 
 
 class _OneLayer:
@@ -285,10 +302,35 @@ class _OneLayer:
 
     def run_whole(self, inputs: Any, total: int) -> Any:
         """Run the layer on a copy of its inputs, all ``total`` tokens, and return its outputs."""
+        self._recorder.rounding.is_quantized = False
         with self._recorder.rounding:
             outputs = self._run(copy_of(inputs), Span(0, total, total))
         self._expected = self._recorder.take()
         return outputs
+
+    def compare_all(self, inputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span]) -> None:
+        """Run the layer on all slices. Raises ConfigError if one differs from the whole."""
+        batch = _batch_size(as_tuple(inputs), cuts)
+        for span in spans:
+            self.compare(part_of(inputs, cuts, span), span, batch)
+
+    def compare_in_fp32(
+        self, inputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span], modules: Sequence[nn.Module]
+    ) -> None:
+        """Compare a layer that computes in 16 bits in fp32 too; one that does not run so, or in 8 bits, passes."""
+        expected = self._expected
+        if expected[-1].tolerance <= TOLERANCE[torch.float32] or self._recorder.rounding.is_quantized:
+            return
+        try:
+            with in_fp32(modules), _restored(modules):
+                self.run_whole(wide(inputs), spans[0].total)
+            with in_fp32(modules), _restored(modules):
+                self.compare_all(wide(inputs), cuts, spans)
+        except ConfigError:
+            raise
+        except Exception:  # no memory for it, or operators of 16 bits alone
+            self._recorder.take()
+        self._expected = expected
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""

@@ -102,7 +102,7 @@ def not_deferred_line(names: Iterable[str]) -> str:
 
 def written_line(names: Iterable[str]) -> str:
     """Return a log line on statistics of layers that are updated slice by slice; empty without any."""
-    return _line("buffers that layers write are written once per slice, not once per micro-batch", names)
+    return _line("buffers and numbers that layers write are written once per slice, not once per micro-batch", names)
 
 
 def _line(what: str, names: Iterable[str], shown: int = 4) -> str:

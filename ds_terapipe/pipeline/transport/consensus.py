@@ -29,13 +29,15 @@ class Header(NamedTuple):
     """Announcement of a step by the first stage: per micro-batch the sequence length and a checksum of its shapes.
 
     ``everywhere``: the distinct lengths in all pipelines of the job, for decisions of all ranks. ``documents``: those of
-    the micro-batches that have several, or padding.
+    the micro-batches that have several, or padding. ``is_new``: whether a micro-batch, in any pipeline, is of a kind that
+    has not been verified.
     """
 
     lengths: tuple[int, ...]
     signatures: tuple[int, ...]
     everywhere: tuple[int, ...] = ()
     documents: Mapping[int, Documents] = MappingProxyType({})
+    is_new: bool = False
 
 
 class Consensus:
@@ -95,7 +97,7 @@ class Consensus:
         signatures = set(header.signatures) if is_first else set()
         weights = set() if weighs is None else {1 + int(weighs)}
         words: list[Set[int]] = [{error is not None}, {self.config_hash}, {micro_batches}, {not uniform}]
-        words += [lengths, signatures, weights, {is_first and bool(header.documents)}]
+        words += [lengths, signatures, weights, {is_first and bool(header.documents)}, {header.is_new}]
         lows, highs = self._extremes(words, "all ranks to start the step")
         if highs[0]:
             self._agree(error)
@@ -110,7 +112,8 @@ class Consensus:
         if highs[7]:
             documents = self._share_documents(dict(header.documents), self._mine[placement.first_place])
         if lows[3:6] == highs[3:6] and uniform:
-            return Header((highs[4],) * micro_batches, (highs[5],) * micro_batches, (highs[4],), documents)
+            same, alike = (highs[4],) * micro_batches, (highs[5],) * micro_batches
+            return Header(same, alike, (highs[4],), documents, bool(highs[8]))
         said = self.gather((header.lengths, header.signatures), "all ranks to announce their sequence lengths")
         headers = {rank: Header(*of_rank) for rank, of_rank in zip(self.job.ranks, said, strict=True)}
         for ranks in self._pipelines:  # every rank checks every pipeline: all raise, or none
@@ -118,7 +121,7 @@ class Consensus:
         firsts = [ranks[placement.first_place] for ranks in self._pipelines]
         everywhere = {length for rank in firsts for length in headers[rank].lengths}
         mine = headers[self._mine[placement.first_place]]
-        return mine._replace(everywhere=tuple(sorted(everywhere)), documents=documents)
+        return mine._replace(everywhere=tuple(sorted(everywhere)), documents=documents, is_new=bool(highs[8]))
 
     def _share_documents(self, documents: Mapping[int, Documents], first: int) -> Mapping[int, Documents]:
         """Return the documents of this pipeline's micro-batches; its rank ``first`` sends them, others receive."""
