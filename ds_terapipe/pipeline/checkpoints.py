@@ -31,6 +31,7 @@ LATEST = "latest"
 PLAN_STATE = "ds_terapipe_plan"
 Names = Sequence[Sequence[str | None]]  # of the optimizer's parameters in a rank's files, by group
 _Found = TypeVar("_Found")
+_OF_DEEPSPEED = ("checkpoint_parallel_dimensions", "optimizer", "global_samples")  # load_checkpoint returns them too
 _LONG: dict[str, Any] = {"counts": False, "bounded": False}  # ranks may have very different amounts to read
 
 
@@ -176,7 +177,8 @@ class Checkpointer:
             save_dir, tag, client_state, latest, exclude_frozen_parameters: its arguments; no ``tag``: that of the step.
 
         Raises:
-            ConfigError: on every rank, for an empty tag, or if ranks give different ones.
+            ConfigError: on every rank, for an empty tag, or if ranks give different ones, and for what a load has returned beside
+                the user's client state.
         """
         tag = f"global_step{engine.global_steps}" if tag is None else relpath(Path(save_dir, str(tag)), save_dir)
         tags = sorted(set(self._consensus.gather(tag, "all ranks to save a checkpoint", counts=False)))
@@ -184,6 +186,7 @@ class Checkpointer:
             raise bad_value("save_checkpoint: tag", tags[:2], "the same on all ranks", "the number of the step")
         if tag == ".":
             raise bad_value("save_checkpoint: tag", "", "the name of a folder", "the number of the step")
+        self._consensus.together(lambda: _refuse_stale(client_state, engine.global_samples))
         plans = engine._slicer.state()
         with self.as_saved(engine) as placed:
             ours = {PLACED_STATE: placed, **({PLAN_STATE: plans} if plans else {})}
@@ -339,6 +342,14 @@ class Checkpointer:
             return None
         self._whole(engine, folder, tag).recover()
         return Path(folder) / str(tag)
+
+
+def _refuse_stale(client_state: Mapping[str, Any], samples: int) -> None:
+    """Refuse entries of DeepSpeed's among the client state of a load, which would replace those of the present."""
+    for key in _OF_DEEPSPEED:
+        if key in client_state and client_state[key] != samples:
+            must, use = "no key that DeepSpeed writes itself", "your own entries alone of what load_checkpoint returned"
+            raise bad_value("save_checkpoint: client_state", key, must, use)
 
 
 def read_once(reader: Any) -> AbstractContextManager[None]:

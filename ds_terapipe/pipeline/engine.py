@@ -43,7 +43,7 @@ from ds_terapipe.pipeline.recording.accounting import new_memory
 from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from ds_terapipe.pipeline.recording.report import StepReport
 from ds_terapipe.pipeline.recording.trace import Recorder, new_trace
-from ds_terapipe.pipeline.replicas import ReplicaGradients, follow_replicas
+from ds_terapipe.pipeline.replicas import ReplicaGradients, broadcasting_scalars, follow_replicas
 from ds_terapipe.pipeline.resuming import resuming
 from ds_terapipe.pipeline.runtime import PipelineRuntime
 from ds_terapipe.pipeline.set_slices import hash_of, set_slices
@@ -81,7 +81,8 @@ class TokenPipelineEngine(PipelineEngine):
         self, *args: Any, token_pipeline: TokenPipelineConfig, controller: Controller | None = None, **kwargs: Any
     ) -> None:
         self._controller: Controller = controller or Controller()
-        super().__init__(*args, **kwargs)
+        with broadcasting_scalars(self):
+            super().__init__(*args, **kwargs)
         self._token_pipeline = token_pipeline
         for hook in (clip_by_true_norm, follow_replicas, keep_loss_state, follow_places):
             hook(self)

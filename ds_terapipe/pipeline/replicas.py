@@ -10,17 +10,19 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 from torch.nn import Parameter
 
 from ds_terapipe.deepspeed_state import leave_reduced
-from ds_terapipe.overrides import override
+from ds_terapipe.overrides import override, replaced
 from ds_terapipe.pipeline.gradients import gradient_name
 from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.pipeline.stage import Stage
@@ -203,6 +205,23 @@ def follow_replicas(engine: Any) -> None:
     override(
         engine, "allreduce_no_retain", lambda engine, *args, **kwargs: engine._replicas.all_reduce(*args, **kwargs)
     )
+
+
+def broadcasting_scalars(engine: Any) -> AbstractContextManager[None]:
+    """Context manager of a constructor that broadcasts parameters without dimensions too.
+
+    DeepSpeed 0.19.8 views the memory of each parameter as bytes, which PyTorch refuses for these.
+    """
+
+    def broadcast() -> None:
+        scalars = [parameter for parameter in engine.module.parameters() if parameter.dim() == 0]
+        for parameter in scalars:
+            parameter.data = parameter.data.view(1)
+        PipelineEngine._broadcast_model(engine)
+        for parameter in scalars:
+            parameter.data = parameter.data.view(())
+
+    return replaced(engine, _broadcast_model=broadcast)
 
 
 def reduce_replicas(engine: Any, reduce: Callable[[], None]) -> None:

@@ -32,14 +32,14 @@ class Scaled(nn.Module):
     def __init__(self, first: float = 1.0) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.8 * first, 1.2 * first, VOCABULARY))
-        self.bias = nn.Parameter(torch.zeros(VOCABULARY))
+        self.all = nn.Parameter(torch.ones(()))
         self.register_buffer("factor", torch.full((), first))
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         factor = self.factor.clone()
         if self.training:
             self.factor.mul_(0.97)
-        return factor * F.cross_entropy((logits.float() * self.scale + self.bias).flatten(0, 1), targets.flatten())
+        return factor * F.cross_entropy((logits.float() * self.scale * self.all).flatten(0, 1), targets.flatten())
 
 
 def known(name: str, layers: Callable[[], list[Any]], loss: Any) -> Any:
@@ -83,7 +83,7 @@ def alone(case: Case) -> Trace:
         if len(of_replicas) != (replicas := 2 // case.stages_at(number)):
             of_replicas[1:] = [copy.deepcopy(model["loss"]) for _ in range(replicas - 1)]
             for other in of_replicas[1:]:
-                other.scale, other.bias = model["loss"].scale, model["loss"].bias
+                other.scale, other.all = model["loss"].scale, model["loss"].all
 
     def part_of_loss(inputs: Any, targets: Tensor, step: Any) -> Tensor:
         number = next(n for n, micro_batch in enumerate(step) if micro_batch[1] is targets)
@@ -129,7 +129,7 @@ def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(
     for each in found:
         assert each["trains"] and each["run"] == pytest.approx(trace.losses, rel=limit)
         assert each["resumed"] == pytest.approx(trace.losses, rel=limit)
-    assert found[0]["loss"] == {} and found[1]["loss"].keys() == {"scale", "bias"}
+    assert found[0]["loss"] == {} and found[1]["loss"].keys() == {"scale", "all"}
     assert all(difference(weight, trace.weights[f"loss.{key}"]) <= 10 * limit for key, weight in found[1]["loss"].items())
 
 

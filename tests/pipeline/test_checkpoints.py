@@ -153,12 +153,13 @@ def saved_nowhere(rank: int, world_size: int, folder: str) -> tuple[str, str | N
         engine.save_checkpoint(f"{folder}/good", client_state=written)
     assert not list(Path(folder, "good").iterdir())
     engine.save_checkpoint(f"{folder}/good", tag=f"{folder}/good/global_step1")
-    engine.load_checkpoint(f"{folder}/good")
+    _, client = engine.load_checkpoint(f"{folder}/good")
     with pytest.raises(ConfigError, match=r"^module_state_dict: got a call outside .*, must be .*, use save_checkpoint$"):
         engine.save_16bit_model(folder)  # in DeepSpeed it writes into the checkpoint that was loaded
-    for tag, got in (("", '"", must'), (f"run{torch.distributed.get_rank()}", ".*run0.*run1.*, must be the same on all ranks")):
-        with pytest.raises(ConfigError, match=f"^save_checkpoint: tag: got {got}.*, use "):
-            engine.save_checkpoint(f"{folder}/good", tag=tag)
+    several = {"tag": f"run{torch.distributed.get_rank()}"}, "tag: got .*run0.*run1.*, must be the same on all ranks"
+    for given, text in (({"tag": ""}, 'tag: got "", must'), several, ({"client_state": client}, "client_state: got ")):
+        with pytest.raises(ConfigError, match=f"^save_checkpoint: {text}.*, use "):
+            engine.save_checkpoint(f"{folder}/good", **given)
     engine.destroy()
     return f"{said.type.__name__}: {said.value}", tag_of(Path(folder, "good"), None)
 
