@@ -27,7 +27,7 @@ from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
-from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
+from tests.pipeline.attention_layers import Attention, EncoderLayer, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, MaskedTokenLoss, mean_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine
 from tests.spawn import launched
@@ -50,11 +50,6 @@ def hand_written(q, k, v):
 
 HandWritten = way(hand_written)
 Bert = type("Bert", (EncoderLayer,), {"forward": nn.TransformerEncoderLayer.forward})
-
-
-def rotary(q, k, v):
-    angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
-    return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
 
 
 def masked(make):
@@ -102,7 +97,6 @@ BY_HAND = r".*; it writes causal attention out at test_verify\.py:\d+ \(return s
 INPUT, OUTPUT = r"the input of layer 3 \(\w+\), module 3\.out,", r"the output of layer 3 \(\w+\)"
 CHANGED = {
     "positions": (with_middle(Block, CountedPositions), rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}"),
-    "rotary": (with_middle(way(rotary)), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
     "square mask": (with_middle(SquareMask), r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in"),
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
@@ -250,11 +244,8 @@ class CountedLoss:
 
 
 # features that are no tokens, as of an image if they vary, and outputs with samples and tokens in one dimension
-class Prefixed(Embedding):
-    def forward(self, x):
-        return super().forward(x[:2]) + x[2].mean(1, True) * (1 if x[2].std() == 0 else torch.arange(x[0].shape[1])[:, None])
-
-
+Prefixed = type("Prefixed", (Embedding,), {"forward": lambda self, x: (
+    Embedding.forward(self, x[:2]) + x[2].mean(1, True) + x[2].std() * torch.arange(x[0].shape[1])[:, None])})  # fmt: skip
 Flat = type("Flat", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden).flatten(0, 1)})
 # samples and features of steps of 24 tokens, whether these vary, and what is said of each
 LATER = [
@@ -372,13 +363,10 @@ def test_one_wrong_token_of_many_is_found(context):
         look(context, [third], torch.zeros(1, 64).long(), (60, 4))
 
 
-def test_an_auxiliary_loss_of_each_slice_is_not_that_of_the_first_one():
+def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_or_an_auxiliary_loss_of_each_slice_is_refused():
+    for whole, sums, refused in ((3e-8, -2e-8, False), (2.0, 2.0001, False), (2.0, 2.01, True), (1e-3, 1.01e-3, True)):
+        assert (error_of(lambda a=whole, b=sums: first_batch._check_sums(a, b, torch.float32)) is not None) == refused
     loss = MicroBatchLoss(sum, None, None, (TensorCut(row=0), TensorCut()), spans((1, 2)))
     loss.add((torch.zeros(1), torch.tensor(2.0)))
     with pytest.raises(ConfigError, match=r"an output of one number, 2 for a slice and 2\.1 for another, must"):
         loss.add((torch.zeros(2), torch.tensor(2.1)))
-
-
-def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_is_refused():
-    for whole, sums, refused in ((3e-8, -2e-8, False), (2.0, 2.0001, False), (2.0, 2.01, True), (1e-3, 1.01e-3, True)):
-        assert (error_of(lambda a=whole, b=sums: first_batch._check_sums(a, b, torch.float32)) is not None) == refused
