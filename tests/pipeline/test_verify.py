@@ -83,6 +83,7 @@ Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(s
 # a gradient is changed in its backward pass
 hooked = lambda change: layer(lambda self, x: ((y := x * 1.0).requires_grad and y.register_hook(partial(change, y)), y)[1])  # noqa: E731
 gated = lambda change, gate: layer(lambda self, x: change(x, self.gate), gate=lambda: nn.Parameter(torch.full((1,), gate)))  # noqa: E731
+Penalty = gated(lambda x, gate: x + hooked(lambda w, g: g + w)()(gate), 1.0)
 MeanOverTokens = gated(lambda x, gate: x + gate * x.mean(1, keepdim=True), 1e-6)  # as a scale of layers begins
 
 
@@ -108,10 +109,7 @@ CHANGED = {
     "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
     "clipped gradient": (with_middle(hooked(lambda x, g: g / g.norm())), r"the gradient of the input of layer 3 .* differs"),
     "auxiliary loss": (with_middle(hooked(lambda x, g: g + 1e-6 * x / x.numel())), r"the gradient of the input of layer 3 "),
-    "penalty of weights": (
-        with_middle(gated(lambda x, gate: x + hooked(lambda w, g: g + 10 * w)()(gate), 1.0)),
-        r"the gradient of the parameter gate of layer 3 .* differs",
-    ),
+    "penalty of weights": (with_middle(Penalty), r"the gradient of the parameter gate of layer 3 .* differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT, WITHOUT_AMOUNT = ("hand-written", "bert"), ("bert", "square mask", "pooling")
@@ -302,13 +300,13 @@ def test_a_later_step_whose_tensors_follow_the_tokens_otherwise_is_refused(verif
 verified = launched(with_and_without, 1)
 
 
-def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
+def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1, **trains):
     """Verify a stage of ``layers``; the first layer's inputs are cut in dimension ``row``, the others' [b, s, h]."""
     root, stage = nn.Sequential(*layers), LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     cuts = [(TensorCut(row=row),) * (len(inputs) if isinstance(inputs, tuple) else 1)]
     with undisturbed({context: root}):
         dims = SequenceDims((*cuts, *[(TensorCut(row=1),)] * (len(layers) - 1)), (TensorCut(row=1),))
-        return verify_stage(root, stage, context, inputs, dims, spans(lengths))
+        return verify_stage(root, stage, context, inputs, dims, spans(lengths), **trains)
 
 
 def changing(total, change):
@@ -327,6 +325,8 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change_or_wrong_p
     if dtype.itemsize == 2:  # what is no rounding is there in fp32 too
         with pytest.raises(ConfigError, match=said):
             look(context, [changing(24, partial(rounded, only=(dtype, torch.float32)))], hidden)
+        with pytest.raises(ConfigError, match="the gradient of the parameter gate of layer 4"):
+            look(context, [Penalty().to(dtype)], hidden, trains=True)
     assert [difference(torch.ones(n, dtype=dtype), torch.zeros(n, dtype=dtype), None) for n in (0, 1, 2)] == [0, 1, 1]
     steps = torch.arange(24)[:, None].to(dtype) / 500  # within the threshold of bf16
     with pytest.raises(ConfigError, match=said + r".*from 0 at test_verify\.py"):
