@@ -93,7 +93,6 @@ MODELS: dict[str, tuple[list[Any], Any, str]] = {
 }
 # the second rank's settings, where it is given others the first one's, and what the one line says
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
-    "lengths": ({"slices": [10, 10]}, None, "got [10, 10], which add up to 20 tokens, must add up to the sequence length 24"),
     # a setting that these steps do not need: without the comparison they would run
     "other time": ({"slices": 2}, {"slices": 2, "timeout_s": TIMEOUT_S + 1}, "token_pipeline: got other settings on rank "),
     "other micro-batches": ({"slices": 2, "micro_batches": 2}, {"slices": 2, "micro_batches": 1},

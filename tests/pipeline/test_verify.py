@@ -27,7 +27,7 @@ from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
-from tests.pipeline.attention_layers import Attention, EncoderLayer, attend, way
+from tests.pipeline.attention_layers import Attention, EncoderLayer, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, MaskedTokenLoss, mean_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine
 from tests.spawn import launched
@@ -50,11 +50,6 @@ def hand_written(q, k, v):
 
 HandWritten = way(hand_written)
 Bert = type("Bert", (EncoderLayer,), {"forward": nn.TransformerEncoderLayer.forward})
-
-
-def rotary(q, k, v):
-    angles = torch.outer(torch.arange(q.shape[2]), 1 / torch.arange(1, q.shape[3] // 2 + 1))
-    return attend(*(x * torch.cat([angles, angles], -1).cos() for x in (q, k)), v)
 
 
 def masked(make):
@@ -88,6 +83,7 @@ Pooled = type("Pooled", (Head,), {"forward": lambda self, hidden: Head.forward(s
 # a gradient is changed in its backward pass
 hooked = lambda change: layer(lambda self, x: ((y := x * 1.0).requires_grad and y.register_hook(partial(change, y)), y)[1])  # noqa: E731
 gated = lambda change, gate: layer(lambda self, x: change(x, self.gate), gate=lambda: nn.Parameter(torch.full((1,), gate)))  # noqa: E731
+Penalty = gated(lambda x, gate: x + hooked(lambda w, g: g + w)()(gate), 1.0)
 MeanOverTokens = gated(lambda x, gate: x + gate * x.mean(1, keepdim=True), 1e-6)  # as a scale of layers begins
 
 
@@ -102,7 +98,6 @@ BY_HAND = r".*; it writes causal attention out at test_verify\.py:\d+ \(return s
 INPUT, OUTPUT = r"the input of layer 3 \(\w+\), module 3\.out,", r"the output of layer 3 \(\w+\)"
 CHANGED = {
     "positions": (with_middle(Block, CountedPositions), rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}"),
-    "rotary": (with_middle(way(rotary)), rf"{INPUT}{FROM_0} \(angles = .*{START}"),
     "square mask": (with_middle(SquareMask), r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in"),
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
@@ -114,10 +109,7 @@ CHANGED = {
     "dynamic rotary": (with_middle(layer(rotary_cache)), OUTPUT + "(, module 3,)? differs"),
     "clipped gradient": (with_middle(hooked(lambda x, g: g / g.norm())), r"the gradient of the input of layer 3 .* differs"),
     "auxiliary loss": (with_middle(hooked(lambda x, g: g + 1e-6 * x / x.numel())), r"the gradient of the input of layer 3 "),
-    "penalty of weights": (
-        with_middle(gated(lambda x, gate: x + hooked(lambda w, g: g + 10 * w)()(gate), 1.0)),
-        r"the gradient of the parameter gate of layer 3 .* differs",
-    ),
+    "penalty of weights": (with_middle(Penalty), r"the gradient of the parameter gate of layer 3 .* differs"),
     "pooling": (with_middle(Block, head=Pooled), r"outputs do not follow the tokens"),
 }
 UNCUT, WITHOUT_AMOUNT = ("hand-written", "bert"), ("bert", "square mask", "pooling")
@@ -250,11 +242,8 @@ class CountedLoss:
 
 
 # features that are no tokens, as of an image if they vary, and outputs with samples and tokens in one dimension
-class Prefixed(Embedding):
-    def forward(self, x):
-        return super().forward(x[:2]) + x[2].mean(1, True) * (1 if x[2].std() == 0 else torch.arange(x[0].shape[1])[:, None])
-
-
+Prefixed = type("Prefixed", (Embedding,), {"forward": lambda self, x: (
+    Embedding.forward(self, x[:2]) + x[2].mean(1, True) + x[2].std() * torch.arange(x[0].shape[1])[:, None])})  # fmt: skip
 Flat = type("Flat", (Head,), {"forward": lambda self, hidden: Head.forward(self, hidden).flatten(0, 1)})
 # samples and features of steps of 24 tokens, whether these vary, and what is said of each
 LATER = [
@@ -311,13 +300,13 @@ def test_a_later_step_whose_tensors_follow_the_tokens_otherwise_is_refused(verif
 verified = launched(with_and_without, 1)
 
 
-def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1):
+def look(context, layers, inputs, lengths=(7, 2, 9, 1, 5), row=1, **trains):
     """Verify a stage of ``layers``; the first layer's inputs are cut in dimension ``row``, the others' [b, s, h]."""
     root, stage = nn.Sequential(*layers), LayerRange(layers, 4, context.enter_layer, context.leave_layer)
     cuts = [(TensorCut(row=row),) * (len(inputs) if isinstance(inputs, tuple) else 1)]
     with undisturbed({context: root}):
         dims = SequenceDims((*cuts, *[(TensorCut(row=1),)] * (len(layers) - 1)), (TensorCut(row=1),))
-        return verify_stage(root, stage, context, inputs, dims, spans(lengths))
+        return verify_stage(root, stage, context, inputs, dims, spans(lengths), **trains)
 
 
 def changing(total, change):
@@ -336,6 +325,8 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change_or_wrong_p
     if dtype.itemsize == 2:  # what is no rounding is there in fp32 too
         with pytest.raises(ConfigError, match=said):
             look(context, [changing(24, partial(rounded, only=(dtype, torch.float32)))], hidden)
+        with pytest.raises(ConfigError, match="the gradient of the parameter gate of layer 4"):
+            look(context, [Penalty().to(dtype)], hidden, trains=True)
     assert [difference(torch.ones(n, dtype=dtype), torch.zeros(n, dtype=dtype), None) for n in (0, 1, 2)] == [0, 1, 1]
     steps = torch.arange(24)[:, None].to(dtype) / 500  # within the threshold of bf16
     with pytest.raises(ConfigError, match=said + r".*from 0 at test_verify\.py"):
@@ -372,13 +363,10 @@ def test_one_wrong_token_of_many_is_found(context):
         look(context, [third], torch.zeros(1, 64).long(), (60, 4))
 
 
-def test_an_auxiliary_loss_of_each_slice_is_not_that_of_the_first_one():
+def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_or_an_auxiliary_loss_of_each_slice_is_refused():
+    for whole, sums, refused in ((3e-8, -2e-8, False), (2.0, 2.0001, False), (2.0, 2.01, True), (1e-3, 1.01e-3, True)):
+        assert (error_of(lambda a=whole, b=sums: first_batch._check_sums(a, b, torch.float32)) is not None) == refused
     loss = MicroBatchLoss(sum, None, None, (TensorCut(row=0), TensorCut()), spans((1, 2)))
     loss.add((torch.zeros(1), torch.tensor(2.0)))
     with pytest.raises(ConfigError, match=r"an output of one number, 2 for a slice and 2\.1 for another, must"):
         loss.add((torch.zeros(2), torch.tensor(2.1)))
-
-
-def test_a_loss_whose_terms_cancel_is_rounding_and_another_sum_is_refused():
-    for whole, sums, refused in ((3e-8, -2e-8, False), (2.0, 2.0001, False), (2.0, 2.01, True), (1e-3, 1.01e-3, True)):
-        assert (error_of(lambda a=whole, b=sums: first_batch._check_sums(a, b, torch.float32)) is not None) == refused

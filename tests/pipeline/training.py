@@ -1,6 +1,6 @@
 """The same training in one process, in DeepSpeed's pipeline and in ours, as traces that can be compared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import ds_terapipe
 from ds_terapipe.job import error_of
@@ -120,6 +121,14 @@ def mine(engine: Any, step: Sequence[Any]) -> list[Any]:
     return list(step[engine.grid.data_parallel_id * count :][:count]) if replicas > 1 else list(step)
 
 
+def passing(micro_batches: Sequence[Any]) -> Iterator[Any]:
+    """Yield copies, whose memory has other numbers once the next one is asked for."""
+    for micro_batch in micro_batches:
+        copies = tree_map_only(Tensor, torch.clone, micro_batch)
+        yield copies
+        tree_map_only(Tensor, torch.zero_, copies)
+
+
 def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], None] | None = None) -> Trace:
     """Train with an engine; losses are the engine's, gradients (where parameters hold them) and weights this rank's.
 
@@ -135,7 +144,7 @@ def train(engine: Any, steps: Sequence[Sequence[Any]], after_step: Callable[[], 
     engine._take_model_step = observed
     with watched(engine) if ours else nullcontext() as ran:
         for step in steps:
-            mean = engine.train_batch(iter(mine(engine, step)))
+            mean = engine.train_batch(passing(mine(engine, step)) if ours else iter(mine(engine, step)))
             if ran is not None:
                 _check_ran(engine, ran, mine(engine, step))
             exact = engine.total_loss / engine.micro_batches if engine.is_last_stage() else mean

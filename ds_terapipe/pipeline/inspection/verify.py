@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -257,12 +257,12 @@ def verify_stage(
                 outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, number)
             one.compare_all(inputs, cuts, spans)
             written += _changed(state, _statistics(layer, number))
-            if not is_shared:
-                one.compare_in_fp32(inputs, cuts, spans, inside)
+            precisely = not is_shared and one.compare_in_fp32(inputs, cuts, spans, inside)
             if trains:
-                with _restored(inside), standing_in(modules_of(layer)) as parameters:
+                precision = in_fp32(inside) if precisely else nullcontext()
+                with precision, _restored(inside), standing_in(modules_of(layer)) as parameters:
                     gradients = LayerGradients(run, context, cuts, after, parameters, keeper)
-                    one.compare_gradients(gradients, inputs, spans)
+                    one.compare_gradients(gradients, wide(inputs) if precisely else inputs, spans)
             context.clear()
             inputs = outputs
     finally:
@@ -316,21 +316,23 @@ class _OneLayer:
 
     def compare_in_fp32(
         self, inputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span], modules: Sequence[nn.Module]
-    ) -> None:
-        """Compare a layer that computes in 16 bits in fp32 too; one that does not run so, or in 8 bits, passes."""
+    ) -> bool:
+        """Compare a layer that computes in 16 bits, and none in 8, in fp32 too; return whether this could be done."""
         expected = self._expected
         if expected[-1].tolerance <= TOLERANCE[torch.float32] or self._recorder.rounding.is_quantized:
-            return
+            return False
         try:
             with in_fp32(modules), _restored(modules):
                 self.run_whole(wide(inputs), spans[0].total)
             with in_fp32(modules), _restored(modules):
                 self.compare_all(wide(inputs), cuts, spans)
+            return True
         except ConfigError:
             raise
         except Exception:  # no memory for it, or operators of 16 bits alone
             self._recorder.take()
         self._expected = expected
+        return False
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
