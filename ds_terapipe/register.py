@@ -25,6 +25,7 @@ OPTIMIZERS, SCHEDULERS = TYPES["optimizer"], TYPES["scheduler"]
 # "FusedLamb" are 0.78 alike.
 ALIKE = 0.8
 TYPES_ALIKE = 0.85
+FIRST_WORDS = {key.partition("_")[0]: key for key in KEYS}
 
 
 class Wanted(NamedTuple):
@@ -97,9 +98,10 @@ def wrap(original: Initialize) -> Initialize:
 
 
 def check_spelling(keys: Iterable[Any]) -> None:
-    """Raise ConfigError for a key of a configuration that is nearly one of ours."""
+    """Raise ConfigError for a key of a configuration that is nearly one of ours, or its first word."""
     for key in keys:
-        near = nearest(key, KEYS, ALIKE) if isinstance(key, str) and key not in KEYS else None
+        alike = nearest(key, KEYS, ALIKE) if isinstance(key, str) and key not in KEYS else None
+        near = FIRST_WORDS.get(key, alike)
         if near:
             raise ConfigError(f'{key}: unknown key, must be spelt "{near}", use "{near}"')
 

@@ -88,9 +88,9 @@ inline Vector new_m(const Spread& c, Vector m, Vector g) {
   return fma(c.beta3, g, fma(c.beta1_less_one, m, m));
 }
 
-// Held at the largest fp32 number: an infinite v would never come back.
+// Held at the largest fp32 number: an infinite v would never come back. A share of g^2 fits where g^2 itself does not.
 inline Vector new_v(const Spread& c, Vector v, Vector g) {
-  return min(c.largest, fma(c.one_minus_beta2, mul(g, g), fma(c.beta2_less_one, v, v)));
+  return min(c.largest, fma(mul(c.one_minus_beta2, g), g, fma(c.beta2_less_one, v, v)));
 }
 
 inline Vector update_of(const Spread& c, Vector p, Vector m, Vector v) {

@@ -48,9 +48,9 @@ __device__ __forceinline__ float new_m(const Coefficients& c, float m, float g) 
   return fma(c.beta3, g, fma(c.beta1_less_one, m, m));
 }
 
-// Held at the largest fp32 number: an infinite v would never come back.
+// Held at the largest fp32 number: an infinite v would never come back. A share of g^2 fits where g^2 itself does not.
 __device__ __forceinline__ float new_v(const Coefficients& c, float v, float g) {
-  return fminf(FLT_MAX, fma(c.one_minus_beta2, mul(g, g), fma(c.beta2_less_one, v, v)));
+  return fminf(FLT_MAX, fma(mul(c.one_minus_beta2, g), g, fma(c.beta2_less_one, v, v)));
 }
 
 __device__ __forceinline__ float update_of(const Coefficients& c, float p, float m, float v) {

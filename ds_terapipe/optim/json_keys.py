@@ -75,7 +75,7 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
             raise ConfigError(f"{block}.type: got {got}, must be one of the two, use the key alone")
     if optimizer:
         check(LAMB_RULES, config)
-        params = _optimizer_params(made, scheduled=scheduler)
+        params = _optimizer_params(made, scheduled=scheduler, groups=arguments.get("model_parameters"))
         make_optimizer = _optimizer_maker(params, arguments.get("model"), arguments.get("mpu"), made)
     if scheduler:
         if not at(config, f"{OPTIMIZER}.type") and arguments.get("optimizer") is None:
@@ -85,8 +85,8 @@ def read(config: Mapping[str, Any], arguments: Mapping[str, Any], *, optimizer: 
     return JsonKeys(made, make_optimizer, make_scheduler)
 
 
-def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any]:
-    """Return keyword arguments for ``FusedLamb``; ``made`` receives the settings for DeepSpeed."""
+def _optimizer_params(made: dict[str, Any], *, scheduled: bool, groups: Any) -> dict[str, Any]:
+    """Return keyword arguments for ``FusedLamb``; ``made`` receives the settings for DeepSpeed; ``groups``: the user's."""
     params = at(made, f"{OPTIMIZER}.params") or {}
     if not isinstance(params, Mapping):
         raise bad_value(f"{OPTIMIZER}.params", params, "a block of keys", 'e.g. {"lr": 1e-3}')
@@ -104,6 +104,12 @@ def _optimizer_params(made: dict[str, Any], *, scheduled: bool) -> dict[str, Any
     if "lr" not in params:
         if not scheduled:
             raise ConfigError(f"{OPTIMIZER}.params.lr: missing, must be a finite number, 0 or more, use e.g. 1e-3")
+        groups = groups if isinstance(groups, (list, tuple)) else ()  # an iterator is left to the optimizer
+        if own := [group["lr"] for group in groups if isinstance(group, Mapping) and "lr" in group]:
+            raise ConfigError(
+                f"{OPTIMIZER}.params.lr: missing, must be there beside groups with rates of their own ({shown(own[0])}), "
+                "which a scheduler sees in proportion to it, use the rate of the other groups"
+            )
         params["lr"] = 0.0  # the schedule sets it before the first step
     made[OPTIMIZER] = {**made[OPTIMIZER], "params": dict(params)}
     made["zero_allow_untested_optimizer"] = True  # its layers' norms are summed over partitions

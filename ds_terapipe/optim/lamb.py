@@ -136,8 +136,9 @@ class FusedLamb(torch.optim.Optimizer):
         Raises:
             ConfigError: for a bad setting, or a parameter that is not fp32, fp16 or bf16, or a shard of PyTorch's.
         """
-        if "max_grad_norm" in param_group:
-            rule = "one value for all parameter groups"
+        # ZeroRedundancyOptimizer repeats the argument in its groups
+        if (param_group.get("max_grad_norm", self.max_grad_norm) or 0.0) != self.max_grad_norm:
+            rule = f"one value for all parameter groups ({self.max_grad_norm})"
             raise bad_value(modes.key("max_grad_norm"), param_group["max_grad_norm"], rule, "the argument")
         super().add_param_group(param_group)
         group = self.param_groups[-1]

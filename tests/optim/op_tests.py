@@ -94,9 +94,9 @@ class OpTests:
             case.next_step(4)
             step_and_compare(op, case)
 
-    @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e-19, 1e19, 1e25, 1e36])
-    def test_norms_of_numbers_whose_squares_leave_fp32(self, op: Any, size: float) -> None:
-        case = self.case([Run(5000, scale=(size, 1e-2))], [Rule(weight_decay=0.0)])
+    @pytest.mark.parametrize("sizes", [*((size, 1e-2) for size in (1e-40, 1e-25, 1e-19, 1e19, 1e25, 1e36)), (1.0, 1e20)], ids=str)
+    def test_norms_of_numbers_whose_squares_leave_fp32(self, op: Any, sizes: tuple[float, float]) -> None:
+        case = self.case([Run(5000, scale=sizes)], [Rule(weight_decay=0.0)], fresh=sizes[1] > 1)
         want = reference(case)
         run(op, case)
         torch.testing.assert_close(case.norms, want.norms, rtol=2e-6, atol=0)

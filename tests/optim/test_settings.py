@@ -45,7 +45,8 @@ def test_a_bad_setting_is_named(name: str) -> None:
 
 
 def test_a_group_with_a_bad_setting_or_of_another_type_is_not_added() -> None:
-    optimizer = FusedLamb([Parameter(torch.ones(3))], min_coeff=2.0, max_coeff=2.0)
+    repeated = [{"params": [Parameter(torch.ones(3))], "max_grad_norm": 0.5}]  # as ZeroRedundancyOptimizer does
+    optimizer = FusedLamb(repeated, max_grad_norm=0.5, min_coeff=2.0, max_coeff=2.0)
     for name, value in {"betas": (2, 2), "max_grad_norm": 1.0, "min_coeff": 5.0}.items():
         with pytest.raises(ConfigError, match=rf"^optimizer\.params\.{name}: got "):
             optimizer.add_param_group({"params": [Parameter(torch.ones(3))], name: value})
@@ -196,12 +197,13 @@ def test_the_users_configuration_stays_as_it_was_and_max_grad_norm_is_gradient_c
     (config(torch_autocast={"enabled": True, "dtype": "float16"}), r"torch_autocast: got .*float16"),
     (config(tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: got 2"),
     (config(scheduler={"type": "LambWarmup", "params": {}}), r"scheduler\.params\.\w+: missing"),
+    (config(optimizer={"type": "FusedLamb"}, scheduler=MIXED), r"optimizer\.params\.lr: missing, must be .* beside .* \(0\.1\)"),
     ({"train_batch_size": 8, "scheduler": WARMUP},
      r'^scheduler\.type: got "LambWarmup" without an optimizer, must have one, use optimizer\.type$'),
 ])  # fmt: skip
 def test_what_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
-        read(settings)
+        read(settings, model_parameters=[{"params": []}, {"params": [], "lr": 0.1}])
     assert "\n" not in str(raised.value)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
@@ -49,6 +50,9 @@ def hand_written(q, k, v):
 
 
 HandWritten = way(hand_written)
+mask_of = lambda n: create_block_mask(lambda b, h, i, j: i >= j, None, None, n, n, device="cpu")  # noqa: E731
+whole_graph = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.sin, (x,)), backend="eager", fullgraph=True)
+Flex = way(lambda q, k, v: flex_attention(q, k, v, block_mask=mask_of(q.shape[2])))
 Bert = type("Bert", (EncoderLayer,), {"forward": nn.TransformerEncoderLayer.forward})
 
 
@@ -100,6 +104,7 @@ CHANGED = {
     "positions": (with_middle(Block, CountedPositions), rf"layer 0 \(\w+\), module 0\.positions,{FROM_0} .*arange.*{START}"),
     "square mask": (with_middle(SquareMask), r"an attention mask of 3 x 3 for tokens 2 to 5 .*layer 3.*, use is_causal=True in"),
     "hand-written": (with_middle(HandWritten), INPUT + BY_HAND),
+    "flex": (with_middle(Flex), INPUT + r".*\); it calls flex_attention at test_verify\.py:\d+ .*, is_causal=True\)$"),
     "bert": (with_middle(Bert), r"attention that is not causal \(layer 3"),
     "padding mask": (with_middle(masked(lambda q, k: torch.ones(q.shape[0], 1, 1, 24))), INPUT),
     "convolution": (with_middle(Convolution), OUTPUT + r", module 3\.conv,"),
@@ -336,7 +341,7 @@ def test_the_threshold_of_each_dtype_is_between_rounding_and_a_change_or_wrong_p
 @pytest.mark.parametrize(("row", "shape"), [(1, (2, 24, HIDDEN)), (0, (24, 2, HIDDEN))])
 def test_modules_within_a_layer_may_get_all_samples_tokens_in_one_dimension(row, shape, context):
     def flat(more):
-        inner = layer(lambda self, rows: rows + more * (len(rows) < 48))
+        inner = layer(lambda self, rows: whole_graph(rows) + more * (len(rows) < 48))
         return layer(lambda self, hidden: self.inner(hidden.flatten(0, 1)).view_as(hidden), inner=inner)()
 
     look(context, [flat(0)], torch.randn(shape), row=row)

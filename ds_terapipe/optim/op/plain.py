@@ -44,8 +44,10 @@ class Plain:
                 view.exp_avg.lerp_(gradient, rule.beta3)
             else:
                 view.exp_avg.mul_(rule.beta1).add_(gradient, alpha=rule.beta3)
-            # In this form the rounding of beta2 to fp32 does not add up over the steps. An infinite v would never come back.
-            view.exp_avg_sq.lerp_(gradient.square_().clamp_(max=FLOAT32.max), 1 - rule.beta2)
+            # In this form the rounding of beta2 to fp32 does not add up over the steps. An infinite v would never come back, and
+            # a share of g^2 fits into fp32 where g^2 itself does not.
+            view.exp_avg_sq.sub_(view.exp_avg_sq, alpha=1 - rule.beta2)
+            view.exp_avg_sq.addcmul_(gradient * (1 - rule.beta2), gradient).clamp_(max=FLOAT32.max)
             if rule.has(ADAPT):
                 parameter = view.parameter.float()
                 squares = norms[segment[LAYER]]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-NOTHING = torch.empty(0)  # in place of a tensor that is not there
+NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")  # in place of a tensor that is not there
 _PARAMETER, _GRADIENT, *_MOMENTS, _COPY = range(5)
 _grad, _dtype, _layout = attrgetter("grad"), attrgetter("dtype"), attrgetter("layout")
 

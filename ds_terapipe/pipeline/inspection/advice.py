@@ -31,7 +31,7 @@ class SliceDiagnosis(TorchFunctionMode):
 
     Attributes:
         positions: the code that numbered tokens from 0, each as file, line and text.
-        attention: the code that made causal weights of the slice's tokens over themselves.
+        attention: what makes attention of the slice's tokens over themselves, and where.
     """
 
     def __init__(self, span: Span) -> None:
@@ -50,8 +50,11 @@ class SliceDiagnosis(TorchFunctionMode):
         if name == "arange" and result.tolist() == list(range(self._span.length)):
             self.positions.append(_line_of_user())
             return result + self._span.start
+        if name == "flex_attention":
+            self.positions.clear()  # they may be its mask's
+            self.attention.append(f"calls flex_attention at {_line_of_user()}")
         if name == "softmax" and is_causal_square(result > 0, self._span.length):
-            self.attention.append(_line_of_user())
+            self.attention.append(f"writes causal attention out at {_line_of_user()}")
         return result
 
     def _later_rows(self, table: Tensor, index: Any) -> Any:
@@ -88,7 +91,7 @@ class SliceDiagnosis(TorchFunctionMode):
         if self.positions and (positions_are_all or self.attention):
             found.append(f"it numbers the tokens of a slice from 0 at {self.positions[0]}, {_USE_START}")
         if self.attention and not positions_are_all:
-            found.append(f"it writes causal attention out at {self.attention[0]}, {_USE_SDPA}")
+            found.append(f"it {self.attention[0]}, {_USE_SDPA}")
         return "; ".join(found)
 
 

@@ -56,6 +56,8 @@ class _Rounding(TorchDispatchMode):
     A layer may compute in fewer bits than its inputs and outputs have: under autocast, or between its own casts.
     """
 
+    supports_higher_order_operators = True  # torch.cond, flex_attention
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.tolerance = 0.0
@@ -158,7 +160,9 @@ def undisturbed(parts: Mapping[SliceContext, nn.Module], loss_fn: Any = None) ->
     modules = [m for part in parts.values() for m in part.modules()]
     dropouts = [m for m in modules if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     kept = _restored(modules, [getattr(loss_fn, "__self__", loss_fn)])
-    with draws_kept(), torch.no_grad(), _no_dropout(), _nonzero(parts.values()), kept:
+    # functions that layers compile run as they are written: no graph is whole under the modes of this run
+    eager = torch.compiler.set_stance("force_eager")
+    with draws_kept(), torch.no_grad(), _no_dropout(), _nonzero(parts.values()), kept, eager:
         for context in parts:
             context.dropout = False
         for dropout in dropouts:

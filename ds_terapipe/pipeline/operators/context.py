@@ -337,5 +337,5 @@ def current_span() -> Span | None:
 
 def refuse_model(what: str, advice: str = "") -> ConfigError:
     """Return the error for a model that cannot be cut along its sequence."""
-    advice = advice or 'use "slices": 1 or a model whose layers mix tokens through causal attention only'
+    advice = advice or 'use "slices": 1 or layers that mix tokens through causal scaled_dot_product_attention only'
     return ConfigError(f"token_pipeline.slices: got a model that can't be cut: {what}; {advice}")
