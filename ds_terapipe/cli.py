@@ -10,6 +10,7 @@ from importlib import import_module
 
 from ds_terapipe.commands.output import add_json, check_json
 from ds_terapipe.errors import ConfigError
+from ds_terapipe.version import __version__
 
 # Files of ds_terapipe/commands, as the help lists them.
 COMMANDS = (
@@ -40,6 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds_terapipe", description="Tools for token slices, freezing and FusedLamb in DeepSpeed trainings."
     )
+    parser.add_argument("--version", action="version", version=f"ds_terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for name in COMMANDS:
         command = import_module(f"ds_terapipe.commands.{name}")
