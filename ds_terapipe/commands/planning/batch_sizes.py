@@ -30,7 +30,12 @@ def batch(options: argparse.Namespace, data: Fields | None, source: Source, plan
     parts = options.micro_batches or micro
     if options.sequences % parts:
         what = f"{parts} micro-batches" if options.micro_batches else f"micro-batches of {micro}"
-        raise bad_value("--sequences", options.sequences, f"a multiple of {parts}, for {what}", str(-(-options.sequences // parts) * parts))
+        raise bad_value(
+            "--sequences",
+            options.sequences,
+            f"a multiple of {parts}, for {what}",
+            str(-(-options.sequences // parts) * parts),
+        )
     if options.micro_batches:
         return options.sequences // options.micro_batches, options.micro_batches
     return micro, options.sequences // micro
