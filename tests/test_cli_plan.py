@@ -222,7 +222,7 @@ FILES = {
     ("plan --model gpt4 --stages 2", "gpt4: cannot be read"),
     ("plan --model gpt3-13b --stages 1", "gradients and optimiser: memory_gb: got 16, must be at least"),
     ("plan --model {model} --stage-layers 5,2", '--stage-layers: got "5,2"'),
-    ("plan --model {model} --stages 2 --tensor-parallel 3", "--tensor-parallel: got 3"),
+    ("plan --model {model} --stages 2 --micro-batches 3 --sequences 8", "a multiple of 3, for 3 micro-batches, use 9"),
     ("plan --model {grouped} --stages 2 --tensor-parallel 6", "got 6, must be a divisor of the model's 12 attention"),
     ("plan --measured {measured} --stages 3", "--stages: got 3, must be what"),
     ("plan --measured {measured} --seq-length 1024", "got 1024, must be within what was measured, 512"),
