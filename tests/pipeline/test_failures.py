@@ -202,6 +202,9 @@ def check(case: Case, ends: list[Exit]) -> None:
     if case.what == "stop":
         assert ends[victim].code == -signal.SIGKILL, "no launcher's SIGTERM ends a process that is stopped"
         assert ends[victim].at - accident < limit
+    if case.what == "raise":  # its own error, once
+        own, end = ends[victim].output, "KeyError: 'a bug in the layer'"
+        assert ends[victim].code == 1 and end in own and "waited" not in own and "PipelineStalled" not in own
 
 
 @pytest.mark.parametrize("name", CASES)

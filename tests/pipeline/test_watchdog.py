@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -70,10 +71,6 @@ class Store(torch.distributed.HashStore):
         return Position.from_text(self.get(KEY.format(0)).decode())
 
 
-class Exited(BaseException):
-    """The process would have ended."""
-
-
 class Clock:
     """Time that passes when somebody waits or sleeps. Stands in for the modules ``time`` and ``threading``.
 
@@ -113,14 +110,11 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    def end(code: int) -> None:
-        raise Exited(code)
-
     clock = Clock()
     for module in (watchdog_module, positions, processes):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(watchdog_module, "threading", clock)
-    monkeypatch.setattr(watchdog_module.os, "_exit", end)
+    monkeypatch.setattr(watchdog_module.os, "_exit", sys.exit)
     return clock
 
 
@@ -243,7 +237,7 @@ def test_building_engines_ends_with_a_rank(store, clock, caplog, what, said):
     if what == "gone":
         store.append(f"ds_terapipe/processes/{processes._machine()}", "1 99999999 5\n")
     known = {"note": "failed: KeyError: 'x'", "ended": True, "moves": True} if what == "failed" else {}
-    with pytest.raises(Exited, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
+    with pytest.raises(SystemExit, match="70"), launching(2.0 if what != "gone" else 600.0) as watchdog:
         clock.watch(store.course(**known))
     assert watchdog.ended.startswith("gave up waiting for all ranks to build their engines")
     messages = list(caplog.messages)
@@ -256,7 +250,7 @@ def test_a_wait_that_fails_while_the_thread_gives_up_leaves_the_end_to_it(store,
     """Python's own exit beside a thread that ends the process aborts now and then."""
     joined = []
     with pytest.raises(PipelineStalled), launching(2.0) as watchdog:
-        with pytest.raises(Exited, match="70"):
+        with pytest.raises(SystemExit, match="70"):
             clock.watch(store.course())
         watchdog._thread = SimpleNamespace(join=lambda *seconds: joined.append(seconds), is_alive=lambda: False)
         raise CLOSED
@@ -279,7 +273,7 @@ def test_an_action_that_stands_still_ends_when_another_rank_has_ended(watchdog, 
         clock.watch(course())
         assert not caplog.messages
         return
-    with pytest.raises(Exited) as end:
+    with pytest.raises(SystemExit) as end:
         clock.watch(course())
     assert end.value.args == (70,)
     assert re.match(r"rank 0 \(stage 0\) waited 5.\d s for its own action in step 4: another rank", caplog.messages[0])
@@ -335,7 +329,7 @@ def test_a_stream_that_goes_on_is_left_alone_and_one_that_stands_still_is_report
         assert not caplog.messages
         yield from itertools.repeat(None, 99)
 
-    with pytest.raises(Exited, match="70"):
+    with pytest.raises(SystemExit, match="70"):
         clock.watch(course())
     assert "rank 0 (stage 0) waited 4.0 s for gradients of 0.6 from rank 1 in step 4: no answer" in caplog.messages[0]
     report = next(message for message in caplog.messages if "\n" in message)
