@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.operators import kernels
-from ds_terapipe.pipeline.operators.attention import is_uncut, refuse_compiled, slice_attention
+from ds_terapipe.pipeline.operators.attention import is_uncut, slice_attention
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 
 NAME = "ds_terapipe"
@@ -87,7 +87,6 @@ def attention(
         dropout = dropout if context is None or context.dropout else 0.0
         out = _whole(query, key, value, attention_mask, kernels.Call(dropout, scaling, softcap), causal, sliding_window)
         return out.transpose(1, 2).contiguous(), None
-    refuse_compiled(context, query)
     if not causal:
         raise refuse_model(f"attention that is not causal ({context.describe()})")
     out = slice_attention(

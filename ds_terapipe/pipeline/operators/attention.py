@@ -9,6 +9,7 @@ gives the dependency; its own code clones full-length gradients per slice instea
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -107,11 +108,20 @@ def is_uncut(context: SliceContext) -> bool:
     return documents is None or documents.layout(span).is_one_document
 
 
+def _is_in_compiled_function() -> bool:
+    """Whether a function that ``torch.compile`` has made calls this one, and ``torch.compiler.disable`` made none since."""
+    frame = sys._getframe().f_back
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/_dynamo/eval_frame.py"):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "compile_wrapper"
+
+
 def refuse_compiled(context: SliceContext, query: Tensor) -> None:
     """Raise :class:`PlacementError` if attention of a slice is traced, not run."""
     # layers that were built empty run on fake tensors to be counted, and nothing is compiled
     traced = isinstance(query, FakeTensor) and not is_skipping_init()
-    if traced or torch.compiler.is_compiling():
+    # the inspection, which has no dropout, runs compiled functions as they are written
+    if traced or torch.compiler.is_compiling() or (not context.dropout and _is_in_compiled_function()):
         raise PlacementError(
             f"attention is compiled by torch.compile ({context.describe()}): a slice's position would be baked in, "
             "don't compile the layers of a model that runs with token_pipeline"
@@ -144,6 +154,7 @@ def slice_attention(
     """
     span = context.span
     assert span is not None
+    refuse_compiled(context, q)
     dims = q.dim()
     if dims not in (3, 4) or k.dim() != dims or v.dim() != dims:
         raise PlacementError(f"attention over tensors of {dims} dimensions ({context.describe()}): must be 3 or 4")
