@@ -86,6 +86,9 @@ def test_every_commands_help_has_an_example_and_figures_can_be_had_as_json(capsy
         out = capsys.readouterr().out
         assert end.value.code == 0 and ("--json FILE" in out or command == "schema"), command  # which prints JSON
         assert out.split("example:")[1].split()[:2] == ["ds_terapipe", command], command
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"ds_terapipe {cli.__version__}\n"
 
 
 def test_losses_that_are_no_numbers_are_not_the_same(capsys):
