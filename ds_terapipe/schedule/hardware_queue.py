@@ -2,8 +2,8 @@
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron's tensor parallelism asks for, work is dispatched in the order of
 its issue, whatever its stream. An entry is dispatched when its stream's last entry and the events that it waits for have
-ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched, a collective
-when all of its ranks' are (CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
+ended; until then it holds everything issued after it. A message ends when both of its ends are dispatched
+(CUDA C++ Programming Guide, "Streams"; CUDA_DEVICE_MAX_CONNECTIONS).
 
 One queue is the hardest case. Whatever an entry waits for on another assignment of the streams to queues, it waits for on
 one queue too, and entries never take anything from each other. So a step that comes to its end on one queue does so on
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from .actions import Action, Grid, Op, Unit
 from .channels import EVAL_SENT_KEPT, POSTED_AHEAD, SENT_KEPT, Channel, channel_of
@@ -29,20 +29,17 @@ class Entry(NamedTuple):
     Attributes:
         stream: runs its entries one behind the other.
         action: index of the action in its place's row, for reports.
-        after: earlier entries of this rank whose events it waits for.
-        joins: name of the message or collective; None: it ends as soon as it is dispatched.
-        ranks: entries that have to join.
+        after: earlier entries of this place whose events it waits for.
+        joins: name of the message, which joins two entries; None: it ends as soon as it is dispatched.
     """
 
     stream: Hashable
     action: int
     after: tuple[int, ...] = ()
     joins: Hashable = None
-    ranks: int = 2
 
 
 Program: TypeAlias = Sequence[Entry]
-AnyRank = TypeVar("AnyRank", bound=Hashable)
 
 
 def queue_deadlock(grid: Grid, posted_ahead: int = POSTED_AHEAD) -> dict[int, int]:
@@ -65,39 +62,39 @@ def program_of(row: Sequence[Action], posted_ahead: int = POSTED_AHEAD) -> Progr
     return _Issued(row, posted_ahead).entries
 
 
-def dispatch(programs: Mapping[AnyRank, Program]) -> dict[AnyRank, int]:
-    """Dispatch all ranks' entries as far as they go, those of a rank in the order of their issue.
+def dispatch(programs: Mapping[int, Program]) -> dict[int, int]:
+    """Dispatch all places' entries as far as they go, those of a place in the order of their issue.
 
     Returns:
-        For each rank the first entry that is not dispatched, or else that has not ended; the number of entries if all have.
+        For each place the first entry that is not dispatched, or else that has not ended; the number of entries if all have.
     """
-    queues = {rank: deque(range(len(program))) for rank, program in programs.items()}
-    previous: dict[tuple[AnyRank, Hashable], int] = {}  # of a stream
-    waits: dict[tuple[AnyRank, int], tuple[int, ...]] = {}
-    for rank, program in programs.items():
+    queues = {place: deque(range(len(program))) for place, program in programs.items()}
+    previous: dict[tuple[int, Hashable], int] = {}  # of a stream
+    waits: dict[tuple[int, int], tuple[int, ...]] = {}
+    for place, program in programs.items():
         for index, entry in enumerate(program):
-            last = previous.get((rank, entry.stream))
-            waits[rank, index] = entry.after if last is None else (*entry.after, last)
-            previous[rank, entry.stream] = index
-    ended: dict[AnyRank, set[int]] = {rank: set() for rank in programs}
-    joined: dict[Hashable, list[tuple[AnyRank, int]]] = {}
+            last = previous.get((place, entry.stream))
+            waits[place, index] = entry.after if last is None else (*entry.after, last)
+            previous[place, entry.stream] = index
+    ended: dict[int, set[int]] = {place: set() for place in programs}
+    joined: dict[Hashable, list[tuple[int, int]]] = {}
     went_on = True
     while went_on:
         went_on = False
-        for rank, queue in queues.items():
-            while queue and ended[rank].issuperset(waits[rank, queue[0]]):
+        for place, queue in queues.items():
+            while queue and ended[place].issuperset(waits[place, queue[0]]):
                 index, went_on = queue.popleft(), True
-                entry = programs[rank][index]
+                entry = programs[place][index]
                 if entry.joins is None:
-                    ended[rank].add(index)
+                    ended[place].add(index)
                     continue
                 there = joined.setdefault(entry.joins, [])
-                there.append((rank, index))
-                if len(there) == entry.ranks:
+                there.append((place, index))
+                if len(there) == 2:
                     for each, number in there:
                         ended[each].add(number)
-    pending = {rank: sorted({*range(len(program))} - ended[rank]) for rank, program in programs.items()}
-    return {rank: (*queue, *pending[rank], len(programs[rank]))[0] for rank, queue in queues.items()}
+    pending = {place: sorted({*range(len(program))} - ended[place]) for place, program in programs.items()}
+    return {place: (*queue, *pending[place], len(programs[place]))[0] for place, queue in queues.items()}
 
 
 class _Issued:
