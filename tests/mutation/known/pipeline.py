@@ -56,7 +56,7 @@ KNOWN = (
     Known("a received buffer is shared by all units", "pipeline.transport.p2p",
           "            message, tensors = new_message(spec, self._device)\n",
           "            message, tensors = vars(self).setdefault('kept', {}).setdefault(spec, new_message(spec, self._device))\n",
-          "tests/pipeline/test_links.py"),
+          "tests/pipeline/test_engine_layers.py"),
     Known("a rank that its device holds is never reported", "pipeline.transport.watchdog",
           "return Waiting(\"its own action\", since) if", "return None if",
           "tests/pipeline/test_watchdog.py -k stands_still_ends"),
