@@ -15,7 +15,7 @@ KNOWN = (
     Known("no layer is refused", "refusals.models", "        for found in (*_CUT_RULES, *_RULES) if cut else _RULES:\n",
           "        for found in ():\n", _REFUSED + "'same_line and experts'"),
     Known("what another rank finds is not raised", "job", "            if theirs is not None:", "            if False:",
-          "tests/pipeline/test_channels.py -k two_jobs"),
+          "tests/pipeline/test_consensus.py -k two_jobs"),
     Known("unknown keys are accepted", "blocks", "                raise unknown_key(cls.PATH, name, cls.model_fields)\n",
           "                pass\n", "tests/test_config.py -k xyzzy"),
     Known("misspelt keys beside ours are accepted", "register", "alike = nearest(key, KEYS, ALIKE) if",
