@@ -1,8 +1,12 @@
-"""Data, models and settings that can't be run: one line of error on every rank, at once, and no rank is left waiting."""
+"""Data, models and settings that can't be run: one line of error on every rank, at once, and no rank is left waiting.
+
+An error that is found before a step leaves an engine as it was, and one within a step ends it.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,9 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from ds_terapipe import current_span
+from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
+from ds_terapipe.schedule import Op
 from tests.pipeline.models import Block, Embedding, Head, MaskedTokenLoss, gpt, mean_loss, micro_batch
 from tests.pipeline.training import build_engine, raised, train_plain
 from tests.spawn import launched, run_to_exit
@@ -115,8 +122,60 @@ def bad_models_and_settings(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+class Faulty(Block):
+    """Fails where it is told to: in a slice that begins at so many tokens."""
+
+    at: int | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        span = current_span()
+        if span is not None and span.start == Faulty.at:
+            raise KeyError("a bug in the layer")
+        return super().forward(hidden)
+
+
+BAD_EVALUATION = {"reduce_output": "sum", "num_micro_batches": 0}
+SLICES = 4
+
+
+def calls_of_a_faulty_engine(rank: int, world_size: int) -> dict[str, list[str]]:
+    """Errors of the last stage before the first action of a step, and in the middle of one; steps and calls after them."""
+    specs = [LayerSpec(kind) for kind in (Embedding, Faulty, Faulty, Faulty, Head)]
+    engine = build_engine(specs, mean_loss, token_pipeline={"slices": SLICES, "timeout_s": 10})
+
+    def train() -> str:
+        return raised(lambda: engine.train_batch(good(masked=False)))
+
+    if rank == 1:
+        Faulty.at = probe_spans(24)[1].start  # when the first slice has been sent, and taken
+    found = {"the model can't be cut": [train(), train()]}
+    Faulty.at = None
+    evaluations = [partial(engine.eval_batch, good(masked=False), **{key: value}) for key, value in BAD_EVALUATION.items()]
+    found["good"], found["evaluation"] = [train(), train()], [raised(call) for call in evaluations]
+    if rank == 1:
+        Faulty.at = 24 // SLICES
+    found["bad"] = [train()]
+    Faulty.at = None
+    calls = [partial(engine.eval_batch, good()), partial(engine.set_slices, 2), partial(engine.save_checkpoint, "never")]
+    found["next"] = [train(), *map(raised, calls)]
+    assert not Path("never").exists()
+    engine.destroy()
+    return found
+
+
+def autocast(rank: int, world_size: int) -> tuple[list[Any], str]:
+    """Weight gradients that wait beside autocast, and what is said where they are asked to."""
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    engine = build_engine(gpt(2), mean_loss, token_pipeline={"slices": SLICES}, config=config)
+    engine.train_batch(good(masked=False))
+    waiting = [action for action in engine._watchdog._grid[rank] if action.op is Op.WEIGHT_GRADIENTS]
+    engine.destroy()
+    keys = {"slices": SLICES, "weight_gradients": "micro_batch"}
+    return waiting, raised(lambda: build_engine(gpt(2), mean_loss, token_pipeline=keys, config=config))
+
+
 data = launched(bad_data, 4, timeout=ENDS_WITHIN_S)
-models_and_settings = launched(bad_models_and_settings, 2, timeout=ENDS_WITHIN_S)
+several = launched([bad_models_and_settings, calls_of_a_faulty_engine, autocast], 2, timeout=ENDS_WITHIN_S)
 
 
 def check_one_line(expected: Mapping[str, str], ranks: list[dict[str, Any]]) -> None:
@@ -148,8 +207,27 @@ def test_bad_data_is_one_line_on_every_rank(data):
         assert found["at the end"] < found["then"] and math.isfinite(found["then"])
 
 
-def test_bad_models_and_settings_are_one_line_on_every_rank(models_and_settings):
-    check_one_line({name: row[-1] for name, row in {**MODELS, **SETTINGS}.items()}, models_and_settings)
+def test_bad_models_and_settings_are_one_line_on_every_rank(several):
+    check_one_line({name: row[-1] for name, row in {**MODELS, **SETTINGS}.items()}, [found for found, *_ in several])
+
+
+def test_after_an_error_before_a_step_an_engine_goes_on_and_after_one_in_a_step_it_says_so(several):
+    for rank, (_, found, _) in enumerate(several):
+        for line in found["the model can't be cut"]:  # on every rank the same, and no message of the first is left over
+            assert line.startswith(f"ConfigError: {CANT}run on a slice it fails") and "a bug in the layer" in line
+        assert found["good"] == ["", ""]
+        told = zip(BAD_EVALUATION, found["evaluation"], strict=True)
+        assert all("ConfigError: eval_batch: " in line and key in line for key, line in told)
+        bad = ("PipelineStalled: rank 0 (stage 0) waited", "KeyError: 'a bug in the layer'")[rank]
+        why = ("gave up waiting for", "failed: KeyError")[rank]
+        assert found["bad"][0].startswith(bad) and len(found["next"]) == 4
+        assert all(line.startswith(f"RuntimeError: this engine is no longer usable ({why}") for line in found["next"])
+
+
+def test_no_weight_gradient_waits_beside_autocast(several):
+    text = 'token_pipeline.weight_gradients: got "micro_batch", must be "slice" or "auto" beside torch_autocast'
+    for *_, (waiting, refused) in several:
+        assert waiting == [] and refused.startswith(f"ConfigError: {text}")
 
 
 def uncaught(rank: int, world_size: int) -> None:
