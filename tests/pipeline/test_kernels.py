@@ -12,7 +12,7 @@ import torch
 
 from ds_terapipe.pipeline.operators import cudnn_attention, kernels
 from ds_terapipe.pipeline.operators.cudnn_attention import CudaCudnn
-from ds_terapipe.pipeline.operators.kernels import Call, CpuFlash, CudaEfficient, CudaFlash, Formula, choose
+from ds_terapipe.pipeline.operators.kernels import Call, CpuFlash, CudaEfficient, CudaFlash, Formula
 from tests.pipeline.test_attention import whole
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -260,13 +260,3 @@ def test_a_small_mask_is_kept_for_the_next_call_on_the_host_alone():
     assert kernels.causal_mask(*arguments, host) is kernels.causal_mask(*arguments, host)
     assert kernels.causal_mask(*large, host) is not kernels.causal_mask(*large, host), "4 MiB"
     assert kernels.causal_mask(*arguments, device) is not kernels.causal_mask(*arguments, device), "it would take memory"
-
-
-def test_the_fused_kernel_is_chosen_wherever_it_can_run():
-    q, k, mask = torch.rand(1, 4, 3, 8), torch.rand(1, 2, 9, 8), torch.zeros(3, 9)
-    for dtype in TOLERANCE:
-        assert choose(q.to(dtype), k.to(dtype), k.to(dtype), None, Call(0.0, None)) is CpuFlash
-    assert choose(q, k, k, mask, Call(0.0, None)) is CpuFlash
-    assert choose(q, k, k, None, Call(0.1, None)) is Formula, "it has no dropout"
-    assert choose(q, k, k[..., :6], None, Call(0.0, None)) is Formula, "it wants values as wide as keys"
-    assert choose(q, k, k, mask.requires_grad_(), Call(0.0, None)) is Formula, "it gives its mask no gradient"

@@ -168,31 +168,6 @@ def test_recomputation_of_a_step_that_overflowed_is_placed(context):
         out.sum().backward()
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_outside_slices_and_without_an_engine_nothing_changes(grad):
-    q, k, v = rows(6, requires_grad=grad)
-    mask = torch.rand(6, 6) > 0.3
-
-    def several():
-        torch.manual_seed(1)
-        outs = [attend(q, k, v), attend(q, k, v, dropout_p=0.5), sdpa(q, k, v, attn_mask=mask)]
-        with torch.inference_mode():
-            outs.append(attend(q.detach(), k, v))
-        return outs + ([] if not grad else list(torch.autograd.grad(sum(outs[:3]).sum(), (q, k, v))))
-
-    before = several()
-    Overrides.acquire()
-    during = several()
-    Overrides.acquire()
-    Overrides.release()
-    assert Overrides._library is not None, "another engine still needs it"
-    Overrides.release()
-    after = several()
-    for a, b, c in zip(before, during, after, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    assert Overrides._library is None
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_that_makes_other_keys_is_an_error(context, reentrant):
     options = {"use_reentrant": reentrant, "preserve_rng_state": False}
