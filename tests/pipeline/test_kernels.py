@@ -175,16 +175,6 @@ def test_explicit_masks_of_all_shapes_with_rows_that_see_nothing(kernel, shape, 
     assert aten.masked == (10 if kernel is CudaEfficient else 0)
 
 
-@pytest.mark.parametrize(("rows", "columns", "window"), [(6, 6, None), (1, 9, 3), (4, 9, 3)])
-def test_attention_of_keys_that_are_all_there(rows, columns, window):
-    leaves = [t.requires_grad_() for t in (drawn(6, rows), drawn(2, columns), drawn(2, columns, seed=1))]
-    grad = drawn(6, rows, seed=2)
-    out = kernels.Attention.apply(*leaves, Call(0.0, 0.3, window=window))
-    got = out, *torch.autograd.grad(out, leaves, grad)
-    for a, b in zip(got, expected(grad, *leaves, lower_right(rows, columns, window), 0.3), strict=True):
-        assert (a - b).norm() <= 1e-12 * b.norm().clamp(min=0.1)
-
-
 MASK, WINDOW = torch.zeros(1, 1, 8, 24), Call(0.0, None, window=9)
 # what is other than usual, what PyTorch says of flash and of the efficient kernel, the choice
 CHOICES = {

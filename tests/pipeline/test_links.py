@@ -14,13 +14,11 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.rank_view import RankView
 from ds_terapipe.pipeline.transport import boundary, p2p as links_module
 from ds_terapipe.pipeline.transport.boundary import BoundarySpec, TensorSpec, check_sendable
-from ds_terapipe.pipeline.transport.channels import channels_of, open_channels
-from ds_terapipe.pipeline.transport.p2p import Announcements, Links, Sender
-from ds_terapipe.pipeline.transport.watchdog import Watchdog
+from ds_terapipe.pipeline.transport.channels import channels_of
+from ds_terapipe.pipeline.transport.p2p import Links, Sender
 from ds_terapipe.schedule import Action, Op, Placement, Unit, forward_only, order, with_messages
 from ds_terapipe.schedule.hardware_queue import COMPUTE, program_of
 from tests.schedule import strategies
-from tests.spawn import launched
 
 CPU = torch.device("cpu")
 PAIR = (torch.zeros(1, requires_grad=True), torch.zeros(2, requires_grad=True))  # outputs

@@ -28,37 +28,27 @@ def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) ->
 
 
 @pytest.mark.parametrize(("lengths", "text"), [((24,), "1 slice, 1f1b"), ((20, 4), "2 slices, 1f1b")])
-def test_a_line_counts_tokens_whatever_the_slices(lengths, text):
-    batch = step_of(list(lengths), [(torch.zeros(2, 24, dtype=torch.long),) * 2])
-    batch.spans = [spans(lengths)]
-    report = StepReport(2)
-    for waited in (None, 0.1):  # a device's streams are asked in the steps that print
-        report.add(sum(batch.lengths) * 2, 0.5, waited)
-    assert report.waited_share == pytest.approx(0.2)
-    line = report.line(7, torch.tensor(2.5), batch, "1f1b", [0.2, 0.4])
-    assert line == f"step 7: loss 2.5000, 96 tokens/s, 0.500 s per step, waited 20% 40% (stages 0 to 1), {text}"
-
-
-def test_a_line_counts_what_the_device_had_still_to_do(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_line_counts_all_tokens_and_what_the_device_had_still_to_do(monkeypatch: Any, capsys: Any, lengths, text) -> None:
     """Of three steps that the host has issued in no time; the reading of the clock waits for all of them."""
     now = [0.0]
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def take_s() -> float:
         now[0] += 6.0
-        return 0.0
+        return 1.2
 
     engine: Any = SimpleNamespace(
-        _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=1, dp_world_size=1,
-        train_micro_batch_size_per_gpu=lambda: 1,
+        _watchdog=SimpleNamespace(waited_s=0.0), steps_per_print=lambda: 3, num_stages=2, dp_world_size=2,
+        train_micro_batch_size_per_gpu=lambda: 4,
         _runtime=SimpleNamespace(links=SimpleNamespace(waits=SimpleNamespace(take_s=take_s))),
-        _consensus=SimpleNamespace(gather=lambda value: [value]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
-        global_steps=0, agg_train_loss=torch.tensor(2.0), monitor=SimpleNamespace(enabled=False),
+        _consensus=SimpleNamespace(gather=lambda value: [value, 0.4]), grid=SimpleNamespace(stage_to_global=int), global_rank=0,
+        global_steps=0, agg_train_loss=torch.tensor(2.5), monitor=SimpleNamespace(enabled=False),
     )  # fmt: skip
-    batch, sums = StepBatch(lengths=[24], spans=[spans((24,))]), StepReport(1)
+    batch, sums = StepBatch(lengths=[24], spans=[spans(lengths)]), StepReport(2)
     for engine.global_steps in (1, 2, 3):
         log_step(engine, sums, batch, "1f1b", 0.0)
-    assert "step 3: loss 2.0000, 12 tokens/s, 2.000 s per step" in capsys.readouterr().out
+    line = f"step 3: loss 2.5000, 96 tokens/s, 2.000 s per step, waited 20% 40% (stages 0 to 1), {text}"
+    assert line in capsys.readouterr().out
     assert not logging.getLogger("DeepSpeed").isEnabledFor(logging.INFO), "the line is there at any level"
 
 

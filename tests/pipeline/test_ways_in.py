@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.sequence_dims import probe_spans
 from ds_terapipe.pipeline.operators.context import PlacementError, SliceContext
-from ds_terapipe.pipeline.operators.interception import Overrides
 from ds_terapipe.pipeline.slicing import Span
 from ds_terapipe.schedule import Unit
 from tests.pipeline.attention_layers import WAYS, Attention, attend, way, without_flag
