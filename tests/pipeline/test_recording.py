@@ -4,12 +4,10 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from ds_terapipe.pipeline import replicas
 from ds_terapipe.pipeline.autotune import engine_facts
 from ds_terapipe.pipeline.autotune.trials import ROUNDS
 from ds_terapipe.pipeline.recording import layer_times, trace
@@ -17,9 +15,8 @@ from ds_terapipe.pipeline.step_grid import grid_of_step
 from ds_terapipe.plan.costs.cost import MeasuredCost
 from ds_terapipe.schedule import Placement
 from ds_terapipe.tracing.chrome import MEASURED, read
-from tests.elastic.training import PRECISIONS
-from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of, tied_gpt
-from tests.pipeline.training import allow_fp16, build_engine, raised, train
+from tests.pipeline.models import Block, Embedding, Head, gpt, masked_loss, steps_of
+from tests.pipeline.training import build_engine, raised, train
 from tests.spawn import launched
 
 STEPS, MICRO_BATCHES = 4, 2
@@ -129,45 +126,3 @@ def test_stages_that_are_out_of_balance_are_said_once_on_rank_0(ranks: list[Any]
     assert first["missed"] == ["token_pipeline.trace_steps: got [1, 2], but this run is at step 3 already"]
     assert not any(second.values())
     assert all(0.03 < seconds < 0.04 for seconds in layers.stages[0][1:])
-
-
-FP16_ZERO = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, "loss_scale": 128.0}}
-WRAPPERS: dict[str, dict[str, Any]] = {
-    **{name: PRECISIONS[name] for name in ("fp32", "ZeRO-1", "bf16 ZeRO-1")},
-    "fp16 ZeRO-1": FP16_ZERO, "fp32 sums": {**FP16_ZERO, "data_types": {"grad_accum_dtype": "fp32"}},
-}  # fmt: skip
-
-
-def replicas_worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """The third step's events and norm on two replicas of two places with two stages each, by the optimizer's wrapper."""
-    replicas._ALONE, found = 1, {}
-    allow_fp16()
-    for name, config in WRAPPERS.items():
-        path = f"{folder}/{name}.json"
-        keys = {"slices": 3, "stages_per_place": 2, "weight_gradients": "slice", "trace_path": path}
-        engine = build_engine(tied_gpt(), masked_loss, token_pipeline=keys, micro_batches=MICRO_BATCHES, config=config, clip=9.0)
-        for step in steps_of(3, MICRO_BATCHES):
-            engine.train_batch(iter(step))
-        norm = float(engine.get_global_grad_norm())
-        engine.destroy()
-        torch.distributed.barrier()
-        found[name] = norm, sorted((e for e in read(path) if e.step == 3), key=lambda e: e.start)
-    return found
-
-
-four_ranks = launched(replicas_worker, 4, folder=True)
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_gradients_are_reduced_from_the_last_action_of_their_stage_on(four_ranks: list[Any], name: str) -> None:
-    norm, events = four_ranks[0][name]
-    assert norm == pytest.approx(four_ranks[0]["fp32"][0], rel=1e-2), "tied ones with those of the other place"
-    for rank in range(4):
-        mine = [event for event in events if event.rank == rank]
-        names, place = [event.name for event in mine], rank // 2
-        for stage in (place, place + 2):
-            made = [n for n, event in enumerate(mine) if event.action and event.action.stage == stage]
-            last = made[-1]  # of all but the first stage, the message back
-            assert names[last + 1] == f"reduce stage {stage}: begin"
-            assert names.index("tied gradients") > last + 1, "which wait for the first stage"
-        assert any(event.action for event in mine[names.index(f"reduce stage {place + 2}: begin") :]), "beside other actions"
