@@ -35,7 +35,7 @@ KNOWN = (
           "{key: value for key, value in vars(parameter).items() if is_plain(value)}", "{}", f"{_LIVE} -k live_layers"),
     Known("random streams count a replica's own micro-batches", "pipeline.operators.random_streams",
           "        self._step, self._first = step, first_micro_batch\n",
-          "        self._step, self._first = step, 0\n", "tests/pipeline/test_random_streams.py -k replicas"),
+          "        self._step, self._first = step, 0\n", "tests/pipeline/test_random_streams.py -k no_placement_replicas"),
     Known("frozen layers keep their dropout", "elastic.freezing", "                layer.eval()\n",
           "                layer.train()\n", f"{_LIVE} -k live_layers"),
     Known("masters go as what the layers compute with", "elastic.moves.masters",
