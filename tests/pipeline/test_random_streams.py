@@ -30,11 +30,11 @@ PLACED: dict[str, tuple[int, dict[str, Any], dict[str, Any], bool]] = {
 
 class Dropping(Block):
     def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden) * F.dropout(torch.ones_like(hidden), 0.3, self.training)
+        return super().forward(hidden) * F.dropout(torch.ones_like(hidden), 0.3)
 
 
 def everywhere(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Losses of each; a user's own generators stay as they are."""
+    """Losses of each; training leaves a user's own generators as they are."""
     found = {}
     for number, (name, (stages, keys, module, reentrant)) in enumerate(PLACED.items()):
         engine = build_engine(
@@ -46,6 +46,8 @@ def everywhere(rank: int, world_size: int) -> dict[str, list[float]]:
         before = torch.get_rng_state()
         found[name] = train(engine, STEPS).losses
         assert torch.equal(torch.get_rng_state(), before)
+        engine.eval_batch(iter(STEPS[0]))
+        assert not torch.equal(torch.get_rng_state(), before), "an evaluation draws from them"
         engine.destroy()
     return found
 

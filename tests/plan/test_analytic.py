@@ -27,23 +27,6 @@ def cost_of(**changes):
     return AnalyticCost(**{**base, **changes})
 
 
-@given(st.integers(1, 4096), st.integers(0, 4096), st.integers(1, 8), st.sampled_from([1, 2, 8]), st.booleans())
-def test_a_slice_is_the_sum_of_its_parts(length, context, sequences, p, blocking):
-    """The formula, written out once more in the terms of a GPT of the standard shape (12 H² weights in a layer)."""
-    cost = cost_of(sequences=sequences, tensor_parallel=p, blocking_messages=blocking)
-    h, heads, b, both = 12288, 96, sequences, length + context
-    products, traffic = 72 * b * length * h**2 / (p * 80e12), 6 * 24 * h**2 / (p * 900e9)
-    attention = 12 * b * length * both * h / (p * 20e12) + 10 * b * heads / p * length * both / 900e9
-    all_reduce = 4 * 2 * (p - 1) / p * 2 * b * length * h / 30e9
-    layer = 1e-3 + max(products, traffic) + attention + all_reduce
-    message = 2e-4 + 2 * b * length * h / 3e9
-    expected = 2 * layer + (2 * message if blocking else 0.0)
-    found = cost.forward(1, length, context) + cost.backward(1, length, context)
-    assert found == pytest.approx(expected, rel=1e-12)
-    assert cost.message(0, length) == pytest.approx(0.0 if blocking else message, rel=1e-12)
-    assert cost.weights(1, length) == 0.0
-
-
 def test_weight_gradients_made_apart_save_the_traffic_of_all_slices_but_one():
     def step(cost, slices, length):
         units = sum(cost.forward(0, length, i * length) + cost.backward(0, length, i * length) for i in range(slices))

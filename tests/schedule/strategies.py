@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, ScheduleError, Unit, as_placement, validate
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.lower import with_messages
 from ds_terapipe.schedule.orders import NAMES, Schedule, order, register, schedule_named
 
 stages = st.integers(1, 8)
@@ -103,19 +104,10 @@ class _Run:
         self._slices, self._each_slice = slices, each_slice
         self._sent: dict[tuple[int, Op], list[Unit]] = {}  # by receiver: on their way, in order
         units = [Unit(m, i) for m, count in enumerate(slices) for i in range(count)]
-        stages = range(len(placement.stages))
-        self.wanted = [Action(op, stage, unit) for stage in stages for op in self._ops(stage) for unit in units]
-        made = product(stages[placement.forward_only :], [unit for unit in units if each_slice or unit.slice == 0], groups)
+        self.wanted = [action for row in with_messages(order("1f1b", placement, slices), placement) for action in row]
+        trained = range(placement.forward_only, len(placement.stages))
+        made = product(trained, [unit for unit in units if each_slice or unit.slice == 0], groups)
         self.wanted += [Action(Op.WEIGHT_GRADIENTS, *each) for each in made]
-
-    def _ops(self, stage: int) -> list[Op]:
-        where = self.placement
-        times = {
-            Op.FORWARD: True, Op.BACKWARD: where.goes_backward(stage), Op.RECV_FORWARD: where.receives_forward(stage),
-            Op.SEND_BACKWARD: where.sends_backward(stage), Op.SEND_FORWARD: where.sends_forward(stage),
-            Op.RECV_BACKWARD: where.receives_backward(stage),
-        }  # fmt: skip
-        return [op for op, runs in times.items() if runs]
 
     def may(self, action: Action) -> bool:
         op, stage, unit, group = action
