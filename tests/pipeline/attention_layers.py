@@ -60,7 +60,6 @@ class Attention(nn.Module):
 
 
 def way(mix: Mix, **attributes: Any) -> type[Attention]:
-    """A layer whose q, k and v are mixed by a function."""
     return type("Way", (Attention,), {"mix": lambda self, q, k, v: mix(q, k, v), **attributes})
 
 
@@ -83,8 +82,6 @@ def causal_mask(hidden: Tensor) -> Tensor:
 
 
 class MultiheadAttention(nn.Module):
-    """``nn.MultiheadAttention``, causal."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)

@@ -102,17 +102,14 @@ class Head(nn.Module):
 
 
 def tied_logits(tokens: Tokens, hidden: Tensor) -> Tensor:
-    """The output projection that shares the token embedding."""
     return hidden * getattr(tokens, "gain", 1.0) @ tokens.weight.t()
 
 
 def gpt(blocks: int = 4) -> list[Any]:
-    """Untied GPT."""
     return [LayerSpec(Embedding), *(LayerSpec(Block) for _ in range(blocks)), LayerSpec(Head)]
 
 
 def tied_gpt(blocks: int = 4, tokens: type[Tokens] = Tokens) -> list[Any]:
-    """GPT whose output projection is its token embedding."""
     return [
         TiedLayerSpec("tokens", tokens), LayerSpec(Positions), *(LayerSpec(Block) for _ in range(blocks)),
         LayerSpec(nn.LayerNorm, HIDDEN), TiedLayerSpec("tokens", tokens, forward_fn=tied_logits),
@@ -120,33 +117,26 @@ def tied_gpt(blocks: int = 4, tokens: type[Tokens] = Tokens) -> list[Any]:
 
 
 class WritingEmbedding(Embedding):
-    """Writes into the tokens that it is given."""
-
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         inputs[0].add_(1).remainder_(VOCABULARY)
         return super().forward(inputs)
 
 
 class WritingBlock(Block):
-    """Writes into the hidden states that it is given."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden.mul_(0.9))
 
 
 def writing_gpt(blocks: int = 4) -> list[Any]:
-    """Untied GPT whose layers write into their inputs."""
     return [LayerSpec(WritingEmbedding), *(LayerSpec(WritingBlock) for _ in range(blocks)), LayerSpec(Head)]
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of each token, [b, s]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy, averaged over all tokens."""
     return token_losses(logits, targets).mean()
 
 

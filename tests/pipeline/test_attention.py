@@ -99,7 +99,6 @@ def assert_same(got, expected):
 
 @st.composite
 def cases(draw):
-    """Shapes and slicings."""
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=6))
     kv_heads, groups, d = (draw(st.integers(1, most)) for most in (3, 3, 9))
     shape = {"heads": kv_heads * groups, "kv_heads": kv_heads, "total": sum(lengths), "d": d}

@@ -33,7 +33,6 @@ def whole(folder: Path, tag: str) -> WholeFolder:
 
 
 def save(folder: Path, tag: str, content: str) -> None:
-    """Save as an engine does."""
     (checkpoint := whole(folder, tag)).begin()
     (checkpoint.unfinished / tag).mkdir(parents=True, exist_ok=True)
     for name in FILES:
@@ -83,7 +82,6 @@ def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[Path]:
 
 
 def twice(folder: Path, tag: str) -> None:
-    """Save a checkpoint, put files of a user's into it, and replace it."""
     save(folder, tag, "old")
     (folder / tag / "plots").mkdir()
     for path in (*(folder / tag / name for name in OF_USER), folder / "put"):

@@ -114,7 +114,6 @@ def names() -> set[str]:
 
 
 def collected() -> dict[str, Any]:
-    """An engine that is never destroyed; then one that is destroyed after its job."""
     before, engine = names(), build_engine(gpt(2), mean_loss, token_pipeline=SLICED)
     engine.train_batch(data())
     made, engines = names() - before, weakref.ref(engine)

@@ -107,7 +107,6 @@ def step(engine: Any) -> None:
 
 
 def state_of(engine: Any) -> tuple[list[Tensor], Any]:
-    """The state that a checkpoint may change."""
     tensors = [*engine.module.parameters()]
     for group in engine.basic_optimizer.param_groups:
         tensors += [value for p in group["params"] for value in engine.basic_optimizer.state[p].values()]

@@ -30,8 +30,6 @@ QUESTIONS: dict[str, dict[str, Any]] = {
 
 
 class Texts(torch.utils.data.Dataset):
-    """Nine samples without a batch dimension."""
-
     def __len__(self) -> int:
         return 9
 
@@ -120,7 +118,6 @@ def new_lengths() -> list[tuple[int, int]]:
 
 
 def lines(every: int, steps: int, micro_batches: int) -> list[str]:
-    """Our log lines."""
     config, out = {"steps_per_print": every}, io.StringIO()
     engine = build_engine(gpt(), masked_loss, token_pipeline={"slices": 4}, micro_batches=micro_batches, config=config)
     with redirect_stdout(out):

@@ -55,8 +55,6 @@ class Early(Embedding):
 
 
 class AddAgain(Embedding):
-    """Embeds the tokens that came along once more."""
-
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         return inputs[0] + self.tokens(inputs[1])
 

@@ -118,7 +118,6 @@ class Accident(Block):
 
 
 def train(rank: int, world_size: int, *fields: Any) -> None:
-    """Build an engine and train until it happens."""
     case = Case(*fields)
     if rank == case.victim and case.where in BUILDING:
         owner, name = BUILDING[case.where]
@@ -167,7 +166,6 @@ def test_who_is_missing_while_engines_are_built_is_said(built: dict[str, list[Ex
 
 
 def report(end: Exit) -> str:
-    """The last thing that a survivor wrote: its report."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in end.output.splitlines()]
     starts = [i for i, line in enumerate(lines) if re.search(r"rank \d+ \(stage \d+\) waited ", line)]
     assert starts, end.output

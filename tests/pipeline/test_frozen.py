@@ -137,7 +137,6 @@ def switched(model: str, config: dict[str, Any], value: bool) -> str:
 
 
 def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Mark parameters for the optimizer, as users do."""
     found = list(parameters)
     for parameter in found:
         parameter.is_matrix = parameter.dim() > 1
@@ -145,7 +144,6 @@ def labelled(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def by_shape(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Weight decay for matrices alone."""
     kinds: tuple[list[nn.Parameter], ...] = ([], [])
     for parameter in parameters:
         kinds[parameter.is_matrix].append(parameter)

@@ -54,7 +54,6 @@ def sliced(model: nn.Module) -> tuple[set[str], dict[str, torch.Tensor]]:
 
 
 def state_of(model: nn.Module) -> Any:
-    """The state that an interception changes."""
     return [dict(module.__dict__) for module in model.modules()], Overrides._users, len(_users)
 
 

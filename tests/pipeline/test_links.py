@@ -111,7 +111,6 @@ def test_few_shapes_are_remembered_the_latest_ones():
 
 
 def all_kinds() -> tuple[Tensor, ...]:
-    """Tensors of every type and of odd shapes."""
     whole = torch.randint(-100, 100, (3, 4), generator=torch.Generator().manual_seed(1))
     tensors = [whole > 0 if dtype == torch.bool else whole.to(dtype) for dtype in boundary._DTYPES]
     tensors += [torch.tensor(1.0), torch.tensor(True), torch.empty(0, 5)]

@@ -30,7 +30,6 @@ ASSIGNED: list[tuple[str, str, Any, str]] = [
 
 
 def calls_of(row: Sequence[Action]) -> list[Any]:
-    """The calls of two observers in a step."""
     both, messages = (call.outer, call.inner), {Op.RECV_FORWARD: "received", Op.SEND_FORWARD: "sent"}
     calls = [each.step_begins() for each in both]
     for index, action in enumerate(row):

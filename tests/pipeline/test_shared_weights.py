@@ -27,8 +27,6 @@ class ByWeight(nn.Module):
 
 
 class Inside(nn.Module):
-    """A block in another module, or a copy of it."""
-
     def __init__(self, block: nn.Module, copied: bool = False) -> None:
         super().__init__()
         self.block = copy.deepcopy(block) if copied else block

@@ -34,7 +34,6 @@ OTHER = {"1f1b": "terapipe", "terapipe": "1f1b"}
 
 @cache
 def simulated(micro_batches: int, schedule: str, slices: tuple[int, ...]) -> tuple[float, Any]:
-    """How long a step takes, and its events."""
     found = StepTimes(TRUTH, STAGES, micro_batches).simulate(schedule, slices)
     return found.makespan, [e._replace(run=MEASURED) for e in events_of(found.grid, found.intervals)]
 
@@ -91,7 +90,6 @@ class Run:
 
     @property
     def counted(self) -> int:
-        """How many steps had their memory counted."""
         return self.meter.watch.mock_calls.count(call(True))
 
     def said(self, words: str) -> list[str]:
@@ -104,7 +102,6 @@ def path(tmp_path):
 
 
 def measured(path: Any, **keys: Any) -> Run:
-    """A run that has written its measurements and its plan."""
     run = Run(measurements_path=path, **keys)
     run.measure()
     Plan.from_dict(run.plans[0]).save(path.parent / "plan.json")

@@ -37,16 +37,12 @@ def counting(graph: Any, inputs: Any) -> Any:
 
 
 class CompiledBlock(Block):
-    """Compiled before there is an engine."""
-
     def __init__(self) -> None:
         super().__init__()
         self.compile(backend=counting)
 
 
 class Halving(PipelineModule):
-    """A module with a forward of its own, as a script gives it."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.forward = lambda inputs: 0.5 * PipelineModule.forward(self, inputs)
@@ -78,7 +74,6 @@ def course(engine: Any) -> dict[str, Any]:
 
 
 def checkpointed(rank: int, world_size: int) -> dict[str, Any]:
-    """Contiguous checkpoints uncut and cut."""
     steps, results = steps_of(STEPS, MICRO_BATCHES), {}
     for name, key in {"DeepSpeed": None, "ours": WHOLE}.items():
         engine = build(gpt(), token_pipeline=key, module=EVERY_BLOCK)
@@ -95,7 +90,6 @@ def checkpointed(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def compiled(rank: int, world_size: int) -> dict[str, Any]:
-    """Layers that are compiled before the engine is there, and by ``engine.compile()``, uncut and cut."""
     specs = [LayerSpec(kind) for kind in (Embedding, CompiledBlock, CompiledBlock, Head)]
     results: dict[str, Any] = {"uncompiled": course(build(gpt(2), token_pipeline=None))}
     for way, layers in {"layers": specs, "engine": gpt(2)}.items():
@@ -115,7 +109,6 @@ def compiled(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def own_forward(rank: int, world_size: int) -> dict[str, Any]:
-    """A module whose own forward does something, uncut."""
     results: dict[str, Any] = {"DeepSpeed": course(build(gpt(), token_pipeline=None, kind=Halving))}
     engine = build(gpt(), token_pipeline=WHOLE, kind=Halving)
     results["refused"] = raised(lambda: engine.set_slices(2))

@@ -136,7 +136,6 @@ def watchdog(store):
 
 
 def message(effect: Any) -> Mock:
-    """One whose wait has this effect: a call, or an error."""
     return Mock(**{"wait.side_effect": effect})
 
 

@@ -54,7 +54,6 @@ def every_way(rank: int, world_size: int) -> dict[str, dict[str, float]]:
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
-    """The errors of the first batch, or of the construction, for models that can't be placed."""
     said = {}
 
     def attempt(name, layers, hook=None, slices=SLICES, **options):

@@ -26,7 +26,6 @@ UNEVEN = (5, 1, 10, 8)
 
 
 def net_of(forward, recompute=False, **parts):
-    """A module of these parts, and a forward that is a function of it and its input."""
     net = nn.Module()
     for name, part in parts.items():
         setattr(net, name, part)
@@ -36,7 +35,6 @@ def net_of(forward, recompute=False, **parts):
 
 
 def twice(recompute=False):
-    """A net that uses its first weight twice."""
     first, second = nn.Linear(FEATURES, 2 * FEATURES), nn.Linear(2 * FEATURES, FEATURES, bias=False)
     parts = {"first": first, "second": second, "norm": nn.LayerNorm(FEATURES)}
     return net_of(lambda net, x: net.first(net.norm(net.second(F.gelu(net.first(x))))) + 1, recompute, **parts)
@@ -51,7 +49,6 @@ def looked_up(net, tokens):
 
 
 def table(forward=looked_up, **options):
-    """An embedding, looked up twice, and a linear layer on it."""
     parts = {"table": nn.Embedding(ROWS, FEATURES, **options), "linear": nn.Linear(FEATURES, FEATURES)}
     return net_of(forward, **parts)
 
@@ -121,7 +118,6 @@ def made(name):
 
 
 def take(net):
-    """The gradients, which the net has no longer."""
     taken = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
     return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in taken.items()}

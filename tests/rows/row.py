@@ -80,7 +80,6 @@ class Row(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether numbers have 16 bits."""
         return self.precision.startswith(("bf16", "fp16"))
 
     def frozen(self, step: int) -> int:

@@ -55,7 +55,6 @@ class Found(NamedTuple):
 
 
 def megatron_model(row: Row, dtype: torch.dtype = torch.float32) -> common.Model:
-    """Build the model of the tests of megatron-core's layers."""
     modern = row.model == "modern"
     position = "rope" if modern else "learned"
     return common.Model(position, tied=not modern, modern=modern, dtype=dtype, checkpoint_interval=row.recompute,
@@ -75,7 +74,6 @@ def data_of(row: Row) -> list[list[Any]]:
 
 
 def documents_of(inputs: tuple[torch.Tensor, torch.Tensor]) -> Documents | None:
-    """Return the documents of a micro-batch."""
     return Documents.of(document_numbers(inputs[0]))
 
 
@@ -85,12 +83,10 @@ def document_numbers(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def specs_of(row: Row) -> list[Any]:
-    """The layer list of one of our models."""
     return SPECS[row.model](4 if row.placement == "plain" else 6)
 
 
 def slices_of(row: Row) -> Any:
-    """``token_pipeline.slices``."""
     length = SHARED if row.sequence_parallel else 24 if row.model in OURS else common.SEQ
     return list(UNEVEN[length]) if row.slices == "uneven" else row.slices
 
