@@ -117,23 +117,6 @@ class ScaleMaskSoftmax(nn.Module):
         return (scores * self.scale).masked_fill(hidden, -10000.0).softmax(-1)
 
 
-class DotProductAttention(nn.Module):
-    """Stands for megatron-core 0.16's class: same attributes, same tensors, query-key layer scaling."""
-
-    def __init__(self, layer_number: int) -> None:
-        super().__init__()
-        self.attn_mask_type = AttnMaskType.causal
-        self.softmax_scale, self.softmax_offset = 1 / math.sqrt(SIZE) / layer_number, None
-        self.scale_mask_softmax, self.attention_dropout = ScaleMaskSoftmax(layer_number), nn.Dropout(0.0)
-
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
-        groups = query.shape[2] // key.shape[2]
-        key, value = (t.repeat_interleave(groups, dim=2) for t in (key, value))
-        scores = torch.einsum("sbhd,tbhd->bhst", query, key) * self.softmax_scale
-        weights = self.attention_dropout(self.scale_mask_softmax(scores, attention_mask))
-        return torch.einsum("bhst,tbhd->sbhd", weights, value).flatten(2)
-
-
 class CoreAttention(nn.Module):
     """Stands for Megatron-DeepSpeed's class."""
 
@@ -146,6 +129,18 @@ class CoreAttention(nn.Module):
         scores = torch.einsum("sbhd,tbhd->bhst", query_layer, key_layer) / self.norm_factor
         weights = self.attention_dropout(self.scale_mask_softmax(scores, attention_mask))
         return torch.einsum("bhst,tbhd->sbhd", weights, value_layer).flatten(2)
+
+
+class DotProductAttention(CoreAttention):
+    """Stands for megatron-core 0.16's class: same attributes, same tensors, query-key layer scaling."""
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__(layer_number)
+        self.softmax_scale, self.softmax_offset = 1 / self.norm_factor, None
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        key, value = (t.repeat_interleave(query.shape[2] // t.shape[2], dim=2) for t in (key, value))
+        return super().forward(query, key, value, attention_mask)
 
 
 class CoreLayer(Attention):

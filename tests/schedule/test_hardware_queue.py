@@ -1,22 +1,11 @@
 """Steps come to their end where all streams of a device share one queue, as CUDA_DEVICE_MAX_CONNECTIONS=1 has it."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import NAMES, ScheduleError, forward_only, order, replay, validate
+from ds_terapipe.schedule import NAMES, ScheduleError, order, replay, validate
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.lower import with_messages, with_weight_gradients
-from tests.schedule import strategies
 from tests.schedule.strategies import grid_of
-
-
-@settings(deadline=None)
-@given(strategies.names, strategies.placements() | strategies.in_turn, strategies.few_or_long, st.booleans())
-def test_every_order_comes_to_its_end_on_any_placement(name, placement, slices, weights):
-    trained = with_messages(order(name, placement, slices), placement)
-    trained = with_weight_gradients(trained, placement) if weights else trained
-    for grid in (trained, with_messages(forward_only(placement, slices), placement)):
-        assert not queue_deadlock(grid) and not queue_deadlock(grid, posted_ahead=0)
 
 
 @pytest.mark.parametrize("slices", [[4], [4, 4], [1] * 4, [4] * 4])

@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 from ds_terapipe.config import parse
 from ds_terapipe.schedule import Action, Op, Placement, Schedule, ScheduleError, Unit, hardware_queue, simulate, validate
 from ds_terapipe.schedule.fill import fill
-from ds_terapipe.schedule.lower import covered_slices, with_messages
+from ds_terapipe.schedule.hardware_queue import queue_deadlock
+from ds_terapipe.schedule.lower import covered_slices, with_messages, with_weight_gradients
 from ds_terapipe.schedule.orders import forward_only, names_on, order, peak_live_units, register, schedule_named
 from tests.schedule import strategies
 from tests.schedule.strategies import grid_of, rows_of
@@ -103,8 +104,10 @@ def test_every_order_is_valid_on_every_placement(name, placement, slices):
         validate(grid, slices, kind, placement)
         lowered = with_messages(grid, placement)
         validate(lowered, slices, kind, placement)
+        for each in (lowered, with_weight_gradients(lowered, placement)):
+            assert not queue_deadlock(each) and not queue_deadlock(each, posted_ahead=0)
         with mock.patch.multiple(hardware_queue, SENT_KEPT=0, EVAL_SENT_KEPT=0):  # pacing is why, not the room for messages
-            assert not hardware_queue.queue_deadlock(lowered)
+            assert not queue_deadlock(lowered)
         for stage in range(len(placement.stages)):
             back = [a for a in grid[placement.place_of(stage)] if a.stage == stage and a.op is Op.BACKWARD]
             assert len(back) == sum(slices) * placement.goes_backward(stage) * (kind == name)
