@@ -176,14 +176,6 @@ def test_what_trials_really_took_says_which_are_left_out(limit, runs):
     assert run.meter.watch.call_count == len(tried)
 
 
-def test_a_plan_that_disappoints_gives_way_to_the_best_trial():
-    run = Run()
-    run.measure([1024])
-    planned, *_ = run.steps(COMPARING, [1024], lambda slices: 1.0 if len(set(slices)) == 1 else 10.0)
-    assert planned not in EQUAL
-    assert run.said("used instead") and run.step([1024]) == min(EQUAL, key=EQUAL.__getitem__)
-
-
 def test_replicas_with_other_lengths_measure_and_plan_together():
     """The lengths in all pipelines decide, never a replica's own."""
     here, there = Run(), Run()
