@@ -99,10 +99,7 @@ def given(folder: str) -> dict[str, Any]:
 
 
 def odd_steps() -> dict[str, Any]:
-    """Evaluation before there is a plan; shorter sequences, which are planned, and longer ones, which are measured.
-
-    Then, as ``MixedBatch`` begins a phase of the same length and number of micro-batches, each of twice the sequences.
-    """
+    """Evaluation before there is a plan; shorter sequences, longer ones, and as of ``MixedBatch`` twice as many in a batch."""
     engine = auto(module={"seed_layers": False})  # with it, every layer sets the random state
     random, lengths = torch.get_rng_state(), []
 

@@ -53,10 +53,7 @@ def content(folder: Path, tag: str | None) -> str | None:
 
 
 def ends(folder: Path, action: Callable[[Path], None]) -> Iterator[Path]:
-    """Folders in which the action was killed at every operation, before it and halfway through it.
-
-    There are another checkpoint in each, a job's leftovers of it, and what the user has beside them.
-    """
+    """Folders with another checkpoint, leftovers and a user's file: killed before each operation, and halfway through it."""
 
     def killed() -> None:
         raise Killed

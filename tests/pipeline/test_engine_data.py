@@ -73,10 +73,7 @@ def watched(keys: dict[str, Any] | None, folder: str) -> dict[str, Any]:
 
 
 def changing_shapes() -> tuple[float, str]:
-    """Lengths that change between and within steps, batches of other sizes; what is said of lists that fit no more.
-
-    By how much losses and weights are off those of one process, at most.
-    """
+    """By how much numbers are off at most while lengths and batches change; what is said of lists that fit no more."""
     shapes = [[(24, 2), (24, 2)], [(17, 2), (40, 2)], [(24, 3), (24, 1)], [(24, 2), (24, 2)]]
     steps = [
         [micro_batch(10 * s + m, length=length, batch=batch) for m, (length, batch) in enumerate(step)]

@@ -119,10 +119,7 @@ MODELS: dict[str, list[Any]] = {
 
 
 def differences(specs: list[Any], keys: Any, loss: Any = masked_loss, then: Sequence[Any] = ()) -> float:
-    """Largest relative difference of losses, gradients and weights between the engine and one process.
-
-    After two steps there is one more for each of ``then``, arguments of ``set_slices``.
-    """
+    """Largest relative difference to one process, in two steps and one for each of ``then``, arguments of ``set_slices``."""
     steps, got = steps_of(2 + len(then), 2), Trace()
     engine = build_engine(specs, loss, token_pipeline=keys)
     for slices, some in ((None, steps[:2]), *zip(then, ([step] for step in steps[2:]), strict=True)):

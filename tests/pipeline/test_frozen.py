@@ -187,10 +187,7 @@ ranks = launched(worker, 2, folder=True, timeout=240)
 
 
 def plain(model: str, config: str) -> tuple[Any, float]:
-    """The same in one process, in fp32, and the loss of the first step's batch with the weights at the end.
-
-    What rounds to bf16 begins with weights that bf16 can hold.
-    """
+    """The same in one process, in fp32 from weights that bf16 can hold where it rounds; the first batch's loss at the end."""
     specs, loss, steps, options = MODELS[model][0], loss_of(model), data(), CONFIGS[config]
     adam, sgd = partial(torch.optim.AdamW, lr=2e-3, weight_decay=0.1), partial(torch.optim.SGD, lr=0.2)
     start = torch.bfloat16 if config == "bf16" else torch.float32
