@@ -1,8 +1,12 @@
 """``"slices": "auto"``: trials, a plan that all ranks have, the same numbers, and plans that outlive the run."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,15 +17,16 @@ from ds_terapipe.pipeline.autotune.planner import RIVALS
 from ds_terapipe.pipeline.autotune.trials import ROUNDS, TURNS
 from ds_terapipe.pipeline.checkpoints import PLAN_STATE
 from ds_terapipe.pipeline.clock import Clock
+from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.plan.choose import plan_of
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan
 from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, text_of
-from ds_terapipe.schedule.numbered import Problem
-from ds_terapipe.schedule.search import search
+from ds_terapipe.schedule.given import check_text
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import SGD, build_engine, raised, train, train_plain
 from tests.plan.costs import ExampleCost
+from tests.schedule.strategies import random_grid
 from tests.spawn import launched
 
 MICRO_BATCHES, SEQUENCE = 2, 24
@@ -71,29 +76,48 @@ def same_numbers(path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def any_orders() -> Iterator[tuple[str, ...]]:
+    """Valid orders of two stages on each place that no schedule has, some of them with weight gradients in groups."""
+    for seed in itertools.count():
+        made = random_grid(seed, Placement.v(2), [2] * MICRO_BATCHES, weights=True, each_slice=bool(seed % 2))
+        lines = text_of([[action for action in row if action.op.is_compute] for row in made.grid])
+        with suppress(ValueError):
+            check_text(lines, Placement.v(2), [2] * MICRO_BATCHES)
+            yield lines
+
+
+FOLDED = {f"folded {number}": lines for number, lines in enumerate(itertools.islice(any_orders(), 6))}
+
+
 def given(folder: str) -> dict[str, Any]:
     """Run plans that no trial and no planner would make: from plan_path, and from a checkpoint."""
-    folded = search([Problem(Placement.v(2), [2, 2], lambda action: 1.0)], seconds=0.001)
-    if torch.distributed.get_rank() == 0 and folded:
-        for name, placement, lines in (("plan", Placement.plain(2), ORDER), ("folded", Placement.v(2), text_of(folded.grid))):
-            request = Request(SEQUENCE, placement, MICRO_BATCHES)
+    if torch.distributed.get_rank() == 0:
+        for name, lines in {"plan": ORDER, **FOLDED}.items():
+            request = Request(SEQUENCE, Placement.v(2) if name in FOLDED else Placement.plain(2), MICRO_BATCHES)
             plan = plan_of(ExampleCost([1.0] * 4, sequences=BATCH), request, "1f1b", GIVEN)
             dataclasses.replace(plan, schedule=SEARCHED, order=lines).save(f"{folder}/{name}.json")
     torch.distributed.barrier()
     found: dict[str, Any] = {"losses": {}}
-    paths = ({"slices": list(GIVEN)}, {"plan_path": f"{folder}/plan.json"}, {}, {"plan_path": f"{folder}/folded.json"})
-    for known_by, keys in zip(("slices", "plan_path", "checkpoint", "folded"), paths, strict=True):
+    keys_by: dict[str, Any] = {
+        "slices": {"slices": list(GIVEN)},
+        "plan_path": {"plan_path": f"{folder}/plan.json"},
+        "checkpoint": {},
+    }
+    for known_by, keys in (keys_by | {name: {"plan_path": f"{folder}/{name}.json"} for name in FOLDED}).items():
         engine = auto(**keys)
         if known_by == "checkpoint":
             _, found["client"] = engine.load_checkpoint(f"{folder}/given", tag="here")
-        found[known_by], found["losses"][known_by] = [], []
+        found[known_by], found["losses"][known_by], left = [], [], list[int]()
+        engine.observers.append(
+            Mock(Observer, watches=True, step_ends=lambda e=engine, left=left: left.append(e._runtime.left_over))
+        )
         for step in steps_of(2, MICRO_BATCHES):
             found["losses"][known_by] += train(engine, [step]).losses
-            found[known_by].append((list(engine.slices_run), engine.peak_live_units))
+            found[known_by].append((list(engine.slices_run), engine.peak_live_units, left.pop()))
         if known_by == "plan_path":
             engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
         engine.destroy()
-    found["other"] = raised(lambda: auto(stages_per_place=2, plan_path=f"{folder}/folded.json"))
+    found["other"] = raised(lambda: auto(stages_per_place=2, plan_path=f"{folder}/folded 0.json"))
     return found
 
 
@@ -196,12 +220,13 @@ def test_a_plan_that_is_given_is_what_runs(results, known_by):
     """Its slices and its order, in every micro-batch, from the first step on."""
     assert [*LIVE] not in [peak_live_units(name, 2, [len(GIVEN)] * MICRO_BATCHES) for name in NAMES]
     for stage, result in enumerate(results):
-        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, LIVE[stage])] * 2
+        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, LIVE[stage], 0)] * 2, "nothing is left over"
         assert result["given"]["client"]["mine"] == 7 and PLAN_STATE not in result["given"]["client"]
         losses = result["given"]["losses"]
         assert losses["plan_path"] == pytest.approx(losses["slices"], rel=1e-5)
-        assert losses["folded"] == pytest.approx(losses["slices"], rel=1e-5)  # on two stages a place
-        assert result["given"]["folded"][0][0] == [GIVEN] * MICRO_BATCHES
+        for name in FOLDED:
+            assert losses[name] == pytest.approx(losses["slices"], rel=1e-5), FOLDED[name]
+            assert [(ran, left) for ran, _, left in result["given"][name]] == [([GIVEN] * MICRO_BATCHES, 0)] * 2
         assert "stages on places 0, 1, 1, 0, must be for this run's stages on places 0, 1, 0, 1" in result["given"]["other"]
 
 

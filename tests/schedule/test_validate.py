@@ -1,12 +1,12 @@
 """Each kind of damage to a good schedule is found, and shown where it is; messages one behind the other lock up nowhere."""
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
-from ds_terapipe.schedule import Action, Op, Placement, ScheduleError, Unit, forward_only, order, validate
+from ds_terapipe.schedule import Action, Op, Placement, ScheduleError, Unit, forward_only, order, replay, validate
 from ds_terapipe.schedule.lower import with_messages, with_weight_gradients
 from tests.schedule import strategies
-from tests.schedule.strategies import grid_of, rows_of
+from tests.schedule.strategies import grid_of, rows_of, validated
 
 SLICES = [3, 2]
 FOLDED = Placement.of([0, 1, 1, 0], forward_only=1)
@@ -128,3 +128,10 @@ def test_a_forward_only_stage_is_bounded_in_training_and_others_are_not(frozen, 
             validate(grid, [1] * len(each), None, placement)
     else:
         validate(grid, [1] * len(each), None, placement)
+
+
+@given(strategies.placements(), strategies.few_slices, st.booleans(), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=60)
+def test_the_validator_takes_any_order_on_any_placement_that_does_not_lock_up(placement, slices, weights, seed):
+    made = validated(strategies.random_grid(seed, placement, slices[:3], weights, each_slice=bool(seed % 2)))
+    assert not replay(made.grid, lambda action: 1, placement=placement).stuck

@@ -7,7 +7,7 @@ _EMBEDDING = "tests/pipeline/test_weight_gradients.py -k embedding"
 KNOWN = (
     Known("the end of one stage rounds the sums of others", "pipeline.operators.gradient_sums",
           "        for parameter in parameters:  # one", "        for parameter in [*parameters, *self._sums]:  # one",
-          "tests/pipeline/test_runtime.py -k rounds_no"),
+          "tests/pipeline/test_gradient_sums.py"),
     Known("an embedding's gradient left out", "pipeline.operators.weight_gradients", "return [make(gradient, indices",
           "return [0 * make(gradient, indices", _EMBEDDING),
     Known("an embedding's gradient made twice", "pipeline.operators.weight_gradients",

@@ -15,7 +15,7 @@ KNOWN = (
           "tests/pipeline/test_attention.py"),
     Known("learned positions of slice 0", "pipeline.batch", "        return part_of(value, cuts, span)\n",
           "        tokens, positions = part_of(value, cuts, span)\n        return tokens, positions - span.start\n",
-          "tests/pipeline/test_runtime.py"),
+          "tests/pipeline/test_engine_data.py -k lengths_and_batches"),
     Known("rotary positions of slice 0", "megatron.layers", "span.start if span else 0", "0",
           "tests/rows/test_rows.py -k modern+PP2+"),
     Known("labels of the neighbouring slice", "pipeline.loss", "        span = self._spans[len(self._terms)]\n        labels =",

@@ -23,7 +23,7 @@ KNOWN = (
     Known("messages that lock up one queue are sent at once", "schedule.lower", "if locks_up else lowered",
           "if False else lowered", "tests/schedule/test_orders.py -k every_order"),
     Known("a group leaves its first layer out", "pipeline.stage", "(weight) in layers)", "(weight) in layers[1:])",
-          "tests/pipeline/test_runtime.py -k any_valid_order"),
+          "tests/pipeline/test_auto.py -k given_is_what_runs"),
     Known("a plan's slices are made equal", _AUTO, _BEGIN, "        cut = turn.slices\n"
           "        return cut._replace(slices=cut.slices if isinstance(cut.slices, int) else len(cut.slices))\n", _CUTTING +
           "'planned_is_what_runs and measurements'"),
