@@ -21,7 +21,7 @@ from ds_terapipe.pipeline.observe import Observer
 from ds_terapipe.plan.choose import plan_of
 from ds_terapipe.plan.request import Request
 from ds_terapipe.plan.result import Plan
-from ds_terapipe.schedule import NAMES, SEARCHED, Placement, peak_live_units, text_of
+from ds_terapipe.schedule import SEARCHED, Placement, peak_live_units, text_of
 from ds_terapipe.schedule.given import check_text
 from tests.pipeline.models import gpt, masked_loss, micro_batch, steps_of
 from tests.pipeline.training import SGD, build_engine, raised, train, train_plain
@@ -34,11 +34,7 @@ BATCH = 2  # sequences of a micro-batch
 MEASURING = 1 + ROUNDS * 2  # a step to warm up, then trials of sequences of 24 tokens: two slices and one
 COMPARING = 1 + TURNS * (1 + RIVALS)
 GIVEN = (10, 14)
-ORDER = (
-    "0F0.0 0F0.1 0F1.0 0F1.1 0B0.1 0B0.0 0W0.0 0B1.1 0B1.0 0W1.0",
-    "1F0.0 1F0.1 1F1.0 1B0.1 1W0.1 1B0.0 1F1.1 1B1.1 1W0.0 1B1.0 1W1.0",
-)
-LIVE = (4, 3)  # of no named schedule
+TWO = {"stages_per_place": 2}
 
 
 def auto(module: Any = None, **keys: Any) -> Any:
@@ -86,38 +82,37 @@ def any_orders() -> Iterator[tuple[str, ...]]:
             yield lines
 
 
-FOLDED = {f"folded {number}": lines for number, lines in enumerate(itertools.islice(any_orders(), 6))}
+ORDERS = {f"order {number}": lines for number, lines in enumerate(itertools.islice(any_orders(), 6))}
+AGAIN = "order 0"  # of the checkpoint
 
 
 def given(folder: str) -> dict[str, Any]:
     """Run plans that no trial and no planner would make: from plan_path, and from a checkpoint."""
     if torch.distributed.get_rank() == 0:
-        for name, lines in {"plan": ORDER, **FOLDED}.items():
-            request = Request(SEQUENCE, Placement.v(2) if name in FOLDED else Placement.plain(2), MICRO_BATCHES)
-            plan = plan_of(ExampleCost([1.0] * 4, sequences=BATCH), request, "1f1b", GIVEN)
+        request = Request(SEQUENCE, Placement.v(2), MICRO_BATCHES)
+        plan = plan_of(ExampleCost([1.0] * 4, sequences=BATCH), request, "1f1b", GIVEN)
+        for name, lines in ORDERS.items():
             dataclasses.replace(plan, schedule=SEARCHED, order=lines).save(f"{folder}/{name}.json")
     torch.distributed.barrier()
-    found: dict[str, Any] = {"losses": {}}
-    keys_by: dict[str, Any] = {
-        "slices": {"slices": list(GIVEN)},
-        "plan_path": {"plan_path": f"{folder}/plan.json"},
-        "checkpoint": {},
-    }
-    for known_by, keys in (keys_by | {name: {"plan_path": f"{folder}/{name}.json"} for name in FOLDED}).items():
-        engine = auto(**keys)
+    found: dict[str, Any] = {}
+    keys_by: dict[str, Any] = {"slices": {"slices": list(GIVEN)}}
+    keys_by |= {name: {"plan_path": f"{folder}/{name}.json"} for name in ORDERS} | {"checkpoint": {**TWO, "placement": "v"}}
+    for known_by, keys in keys_by.items():
+        engine, left, ran = auto(**keys), list[int](), list[Any]()
         if known_by == "checkpoint":
             _, found["client"] = engine.load_checkpoint(f"{folder}/given", tag="here")
-        found[known_by], found["losses"][known_by], left = [], [], list[int]()
-        engine.observers.append(
-            Mock(Observer, watches=True, step_ends=lambda e=engine, left=left: left.append(e._runtime.left_over))
-        )
-        for step in steps_of(2, MICRO_BATCHES):
-            found["losses"][known_by] += train(engine, [step]).losses
-            found[known_by].append((list(engine.slices_run), engine.peak_live_units, left.pop()))
-        if known_by == "plan_path":
+        look = lambda e=engine, left=left: left.append(e._runtime.left_over)  # noqa: E731
+        engine.observers.append(Mock(Observer, watches=True, step_ends=look))
+
+        def note(engine: Any = engine, ran: list[Any] = ran) -> None:
+            order = text_of([[action for action in row if action.op.is_compute] for row in engine._watchdog._grid])
+            ran.append((list(engine.slices_run), order))
+
+        found[known_by] = train(engine, steps_of(2, MICRO_BATCHES), note).losses, ran, left
+        if known_by == AGAIN:
             engine.save_checkpoint(f"{folder}/given", tag="here", client_state={"mine": 7})
         engine.destroy()
-    found["other"] = raised(lambda: auto(stages_per_place=2, plan_path=f"{folder}/folded 0.json"))
+    found["other"] = raised(lambda: auto(**TWO, plan_path=f"{folder}/{AGAIN}.json"))
     return found
 
 
@@ -215,19 +210,16 @@ def test_the_plan_is_made_after_the_trials_and_compared_with_its_rivals_on_all_r
     assert MEASURING + steps < len(known)
 
 
-@pytest.mark.parametrize("known_by", ["plan_path", "checkpoint"])
-def test_a_plan_that_is_given_is_what_runs(results, known_by):
-    """Its slices and its order, in every micro-batch, from the first step on."""
-    assert [*LIVE] not in [peak_live_units(name, 2, [len(GIVEN)] * MICRO_BATCHES) for name in NAMES]
-    for stage, result in enumerate(results):
-        assert result["given"][known_by] == [([GIVEN] * MICRO_BATCHES, LIVE[stage], 0)] * 2, "nothing is left over"
-        assert result["given"]["client"]["mine"] == 7 and PLAN_STATE not in result["given"]["client"]
-        losses = result["given"]["losses"]
-        assert losses["plan_path"] == pytest.approx(losses["slices"], rel=1e-5)
-        for name in FOLDED:
-            assert losses[name] == pytest.approx(losses["slices"], rel=1e-5), FOLDED[name]
-            assert [(ran, left) for ran, _, left in result["given"][name]] == [([GIVEN] * MICRO_BATCHES, 0)] * 2
-        assert "stages on places 0, 1, 1, 0, must be for this run's stages on places 0, 1, 0, 1" in result["given"]["other"]
+def test_a_plan_that_is_given_is_what_runs(results):
+    """Its slices and its order, in every micro-batch, from the first step on, on two stages a place; nothing is left over."""
+    for found in (result["given"] for result in results):
+        wanted, *_ = found["slices"]
+        for name in (*ORDERS, "checkpoint"):
+            losses, ran, left = found[name]
+            assert losses == pytest.approx(wanted, rel=1e-5) or name == "checkpoint", name
+            assert (ran, left) == ([([GIVEN] * MICRO_BATCHES, ORDERS.get(name, ORDERS[AGAIN]))] * 2, [0, 0]), name
+        assert found["client"]["mine"] == 7 and PLAN_STATE not in found["client"]
+        assert "stages on places 0, 1, 1, 0, must be for this run's stages on places 0, 1, 0, 1" in found["other"]
 
 
 def test_two_stages_on_a_place_are_planned_by_search_where_that_pays_and_resumed(results):
