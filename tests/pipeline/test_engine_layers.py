@@ -160,11 +160,7 @@ def tensors() -> dict[int, weakref.ref[Tensor]]:
 
 
 def kept(made: Sequence[weakref.ref[Tensor]], within_s: float = 60.0) -> list[torch.Size]:
-    """Shapes of those larger than a loss that are there after ``within_s`` seconds.
-
-    A thread of gloo's lets go of a collective's tensor only after it has woken those that wait for the collective, and it needs
-    the interpreter's lock for that.
-    """
+    """Shapes of those larger than a loss that are there after ``within_s`` seconds: gloo's threads let go of theirs late."""
 
     def shapes() -> list[torch.Size]:  # no frame that goes on may keep a tensor
         # layouts of weights, which one step leaves to the next to be overwritten, have a layout of their own

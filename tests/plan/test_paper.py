@@ -23,8 +23,7 @@ NOISE = 0.05  # relative error expected of a time: scatter of the measurement, a
 def closed_form(figure, rates):
     """Seconds of a step by the paper's formula, sum t + (K - 1) max t, and the part after the last backward.
 
-    Forward and backward have a maximum each, which need not be the same slice's. Then it is exact for equal stages in the
-    order ``terapipe``.
+    With a maximum for forward and for backward it is exact for equal stages in the order ``terapipe``.
     """
     setting = figure.setting
     cost, length = layout_cost(setting, rates), np.array(figure.slices, dtype=float)
