@@ -3,11 +3,10 @@
 import random
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, Unit, as_placement
+from ds_terapipe.schedule import ALL, Action, Group, Op, Placement, Unit
 from ds_terapipe.schedule.lower import with_messages
 from ds_terapipe.schedule.orders import NAMES, Schedule, order, register, schedule_named
 
@@ -66,22 +65,14 @@ def rows_of(grid: Sequence[Sequence[Action]], last: int | None = None) -> list[s
     return [" ".join(map(str, row if last is None else row[-last:])) for row in grid]
 
 
-class RandomGrid(NamedTuple):
-    """A grid that obeys every rule of `validate`, in an order that no schedule has."""
-
-    grid: list[list[Action]]
-    slices: list[int]
-    placement: Placement | None = None
-
-
-def random_grid(seed: int, stages: int | Placement, slices: Sequence[int], weights: bool, each_slice: bool = False) -> RandomGrid:
-    """One of the orders in which a job could run its actions one at a time, whatever they are; a row is a place's part of it."""
+def random_grid(seed: int, placement: Placement, slices: Sequence[int], weights: bool = True) -> list[list[Action]]:
+    """A grid that obeys every rule of `validate`: one of the orders in which a job could run its actions one at a time."""
     groups = () if not weights else HALVES if seed % 3 == 0 else (ALL,)
-    choice, run = random.Random(seed), _Run(as_placement(stages), slices, groups, each_slice)
+    choice, run = random.Random(seed), _Run(placement, slices, groups, each_slice=bool(seed % 2))
     while ready := [action for action in run.wanted if action not in run.done and run.may(action)]:
         run.do(choice.choice(ready))
     assert len(run.done) == len(run.wanted)
-    return RandomGrid(run.grid, list(slices), run.placement)
+    return run.grid
 
 
 class _Run:
