@@ -45,8 +45,6 @@ class Scaled(Tokens):
 
 
 class Positions(nn.Module):
-    """Adds learned positions to embedded tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(POSITIONS, HIDDEN)

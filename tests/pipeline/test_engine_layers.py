@@ -148,7 +148,6 @@ class Scaled(Embedding):
 
 
 def refused() -> None:
-    """Build an engine for it that is trained slice by slice."""
     with pytest.raises(ConfigError, match=r"^token_pipeline: layer 0\.tokens .* has scale_grad_by_freq=True, must be False"):
         build_engine(layers(Scaled, Block, Head), masked_loss, token_pipeline={"slices": 4, "weight_gradients": "slice"})
 

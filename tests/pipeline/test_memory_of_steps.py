@@ -145,7 +145,6 @@ def measure(rank: int, world: int) -> dict[str, tuple[float, float]]:
 
 
 def compared(ranks: list[dict[str, tuple[float, float]]]) -> None:
-    """Every setting of every rank is within 5%."""
     off = {}
     for rank, found in enumerate(ranks):
         assert set(SETTINGS) == set(found)

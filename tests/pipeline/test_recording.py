@@ -44,8 +44,6 @@ RAN = Clock()
 
 
 class Slow(Block):
-    """A block that takes long."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         RAN.time += 0.03
         return super().forward(hidden)
