@@ -30,7 +30,7 @@ class Ran:
         if not context._recomputing and not context.span.is_whole:
             self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
 
-    def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None, training: bool = True) -> None:
+    def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None) -> None:
         """Assert that the last step ran slices of these lengths, by micro-batch, and all of them in so many layers' attention.
 
         A layer calls attention once; with ``layers`` None as often as it likes, but for every slice equally often.
@@ -40,7 +40,7 @@ class Ran:
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
         stages = self._engine._runtime.stages.values()
-        forward, back = units * len(stages), units * sum(stage.trains for stage in stages) * training
+        forward, back = units * len(stages), units * sum(stage.trains for stage in stages)
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]
         spans = [(m, sum(each[:index]), sum(each[: index + 1])) for m, each in cut for index in range(len(each))]

@@ -1,12 +1,9 @@
 """The short scripts of examples/ as a user starts them, each with the JSON file beside it."""
 
-import json
 import re
 import runpy
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 
 from .documents import ROOT
@@ -47,9 +44,3 @@ def test_the_scripts_train_in_slices_and_the_plain_loop_learns(ends: list) -> No
         found = losses(output)
         assert len(found) == STEPS and found[-1] < found[0] - 0.2, f"{name}: {found}"
         assert re.search(rf"^\S.* step {STEPS}: .*4 slices, 1f1b", output, re.MULTILINE), output
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_a_script_is_short_and_has_its_configuration(path: Path) -> None:
-    if path.stem not in ("finetune_llama", "small_llama"):
-        assert len(path.read_text().splitlines()) < 120 and json.loads(path.with_suffix(".json").read_text())
