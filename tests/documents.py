@@ -34,13 +34,6 @@ class Document(NamedTuple):
     links: list[Piece]
 
 
-class Command(NamedTuple):
-    """A command line: what is set in front of it, and its words."""
-
-    settings: tuple[str, ...]
-    words: tuple[str, ...]
-
-
 def documents() -> list[str]:
     """README.md and all Markdown files of docs/, as paths below the root."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
@@ -62,14 +55,13 @@ def take_apart(text: str, name: str) -> Document:
     return Document(blocks, spans, [piece(match.start(), match[1]) for match in LINK.finditer(prose)])
 
 
-def commands(shell: str) -> list[Command]:
-    """The command lines of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
+def commands(shell: str) -> list[list[str]]:
+    """The words of each command of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
     found = []
     for line in shell.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         while words:
             end = words.index("&&") if "&&" in words else len(words)
-            one, words = words[:end], words[end + 1 :]
-            first = next((n for n, word in enumerate(one) if not ASSIGNMENT.fullmatch(word)), len(one))
-            found.append(Command(tuple(one[:first]), tuple(one[first:])))
+            found.append(words[:end])
+            words = words[end + 1 :]
     return found

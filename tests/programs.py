@@ -18,7 +18,7 @@ import deepspeed
 from deepspeed.launcher import runner
 from torch.distributed import run
 
-from .documents import ROOT, Command
+from .documents import ASSIGNMENT, ROOT
 
 # Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
@@ -29,13 +29,12 @@ class Rejected(AssertionError):
     """The command would fail, and why."""
 
 
-def check(command: Command) -> str:
+def check(command: Sequence[str]) -> str:
     """The kind of a command that its program would take. Raises Rejected where it would not."""
-    for setting in command.settings:
-        check_setting(setting)
-    if not command.words:
-        return "setting"
-    program, *arguments = command.words
+    if ASSIGNMENT.fullmatch(command[0]):
+        check_setting(command[0])
+        return check(command[1:]) if command[1:] else "setting"
+    program, *arguments = command
     kinds = {
         "make": _make, "pip": _pip, **dict.fromkeys(("python", "python3"), _python),
         "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
