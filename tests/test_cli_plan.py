@@ -252,3 +252,6 @@ def test_analytic_memory_of_the_standard_shape():
         assert first.keys_values == pytest.approx(3 * 4 * 2 * 2 * 512 / tensor) == first.key_value_gradients / 2
         assert (first.received, last.received, first.sent, last.sent) == (0, 3 * 2 * 512, 3 * 2 * 512, 0)
         assert first.weight_gradients == 3 * 4 * 2 * 512 * (4 + 12 / tensor)  # inputs and output gradients of four matrices
+    # ZeRO, section 3.1: 16 bytes per parameter, of which 12 are shared by the replicas
+    shared = analytic_memory(shape, (4, 2), 2, optimizer_shards=4).stages[1]
+    assert shared.fixed == 7 * (2 * 12 * 512**2 + 512 * 1000) / 2

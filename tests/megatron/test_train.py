@@ -17,17 +17,14 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("PIL")
-
-from PIL import Image
-
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.layers import Rotary
-from tests.megatron.test_data import write as write_sentences
+from tests.megatron.test_data import write as write_sentences, write_images
 from tests.spawn import free_port, in_background, launched, values_of
 
+pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[2]
 RUN = shlex.split("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --log-interval 1 --seed 5 --split 80,20,0")
 ON_TWO = [*RUN, "--train-iters", "6", "--pipeline-model-parallel-size", "2"]
@@ -122,12 +119,7 @@ def prepare(folder: Path) -> None:
     assert cli.main(["prepare-data", *where]) == 0
     (folder / "sentences").mkdir()
     write_sentences(folder / "sentences", "--split-sentences")
-    for number, (name, colour) in enumerate({"blue": (0, 0, 255), "red": (255, 0, 0)}.items()):
-        (folder / "images" / name).mkdir(parents=True)
-        for place in range(10):
-            image = Image.new("RGB", (8, 8), colour)
-            image.putpixel((place % 8, number), (0, 255, 0))
-            image.save(folder / "images" / name / f"{place}.png")
+    write_images(folder / "images", {"blue": 10, "dark": 10}, blue=(0, 0, 255))
     (folder / "broken" / "global_step3").mkdir(parents=True)
     (folder / "broken" / "latest").write_text("global_step3")
     (folder / "broken" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
