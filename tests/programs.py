@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
@@ -18,8 +19,8 @@ import deepspeed
 from deepspeed.launcher import runner
 from torch.distributed import run
 
-from .documents import ASSIGNMENT, ROOT
-
+ROOT = Path(__file__).parent.parent
+ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
 # Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
 DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
@@ -27,6 +28,18 @@ DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 
 class Rejected(AssertionError):
     """The command would fail, and why."""
+
+
+def commands(shell: str) -> list[list[str]]:
+    """The words of each command of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
+    found = []
+    for line in shell.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            found.append(words[:end])
+            words = words[end + 1 :]
+    return found
 
 
 def check(command: Sequence[str]) -> str:

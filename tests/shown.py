@@ -1,4 +1,4 @@
-"""Of what kind each block and each span of code in README.md and docs/*.md is, and what of a kind there is to test."""
+"""Fenced blocks, inline code and links of README.md and docs/*.md: where each stands, and of what kind it is."""
 
 import contextlib
 import functools
@@ -6,16 +6,18 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from ds_terapipe.schedule import Op
 
-from .documents import ASSIGNMENT, ROOT, Document, Piece, documents, take_apart
-from .programs import ELSEWHERE, Rejected
+from .programs import ASSIGNMENT, ELSEWHERE, ROOT, Rejected
 
 PACKAGE = ROOT / "ds_terapipe"
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAMS = ("make ", "pip ", "python ", "python3 ", "deepspeed ", "ds_terapipe ", "bash ", "torchrun ")
 MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 # Imports that the text shows because they fail beside DeepSpeed 0.19.8: they have to.
@@ -30,7 +32,49 @@ THEIRS = ("4efb479d", "CoreAttention", "CoreAttention.forward", "evaluate", "key
           "reshape", "view", "megatron/training.py", "megatron/model/transformer.py")  # fmt: skip
 # Placeholders in the text, which no name in the code matches.
 PLACES = (".bin/.idx", "[first, last]", "[row, column]", ".data", "ds_config.json")
-SHORT = {"nn": "torch.nn", "F": "torch.nn.functional"}
+
+
+class Piece(NamedTuple):
+    """A block, a span of code or the target of a link."""
+
+    document: str  # path below the repository's root
+    line: int  # counted from 1
+    text: str  # as it stands there; the line breaks in a span are single spaces
+    language: str = ""  # of a fenced block
+
+    @property
+    def where(self) -> str:
+        """To name it in a test's message."""
+        return f"{self.document}:{self.line}: {self.text.splitlines()[0]}"
+
+
+class Document(NamedTuple):
+    """A Markdown file taken apart."""
+
+    blocks: list[Piece]
+    spans: list[Piece]
+    links: list[Piece]
+
+
+def documents() -> list[str]:
+    """README.md and all Markdown files of docs/, as paths below the root."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def take_apart(text: str, name: str) -> Document:
+    """The pieces of a Markdown text. Raises ValueError for fences or back-quotes without a partner, which would hide code."""
+
+    def piece(at: int, shown: str, language: str = "") -> Piece:
+        return Piece(name, text.count("\n", 0, at) + 1, shown, language)
+
+    blocks = [piece(match.start(), match[2], match[1]) for match in FENCE.finditer(text)]
+    # Blanked, not cut out: places stay what they are.
+    prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+    for number, paragraph in enumerate(re.split(r"\n\s*\n", prose)):
+        if "```" in paragraph or paragraph.count("`") % 2:
+            raise ValueError(f"{name}: paragraph {number} has an odd back-quote: {paragraph.strip()[:80]!r}")
+    spans = [piece(match.start(), " ".join(match[1].split())) for match in CODE.finditer(prose)]
+    return Document(blocks, spans, [piece(match.start(), match[1]) for match in LINK.finditer(prose)])
 
 
 @functools.cache

@@ -13,9 +13,8 @@ import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.schedule import Action, Op
 
-from .documents import ROOT, commands, documents
-from .programs import Rejected, check
-from .shown import MEGATRON_DEEPSPEED, MEGATRON_LM, PACKAGE, SHORT, at, block_kind, blocks, shown, sources, spans
+from .programs import ROOT, Rejected, check, commands
+from .shown import MEGATRON_DEEPSPEED, MEGATRON_LM, PACKAGE, at, block_kind, blocks, documents, shown, sources, spans
 
 
 def test_commands_are_accepted() -> None:
@@ -92,12 +91,13 @@ def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFi
 
 def test_names() -> None:
     """Of torch and other packages they are there; of ours they are words of the sources."""
+    short = {"nn": "torch.nn", "F": "torch.nn.functional"}
     words = {"self", *re.findall(r"\w+", sources()), *(path.stem for path in PACKAGE.rglob("*"))}
     for span in spans("name"):
         dotted = span.text.partition("(")[0]
         first, *rest = dotted.split(".")
-        if rest and first in ("ds_terapipe", "torch", "deepspeed", "megatron", *SHORT):
-            assert pydoc.locate(".".join([SHORT.get(first, first), *rest])) is not None, span.where
+        if rest and first in ("ds_terapipe", "torch", "deepspeed", "megatron", *short):
+            assert pydoc.locate(".".join([short.get(first, first), *rest])) is not None, span.where
         else:
             assert set(re.findall(r"\w+", dotted)) <= words, span.where
     files = {path.name for path in PACKAGE.rglob("*.py")}

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from .documents import ROOT
+from .programs import ROOT
 from .spawn import in_background, run_to_exit
 
 STEPS, LENGTH = 4, 64

@@ -16,7 +16,7 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.names import TYPES
 from ds_terapipe.optim.json_keys import read as read_lamb
 
-from .documents import ROOT
+from .programs import ROOT
 from .shown import blocks
 
 

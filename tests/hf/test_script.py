@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.documents import ROOT
 from tests.hf.families import model_of, train_alone
 from tests.pipeline.training import difference
+from tests.programs import ROOT
 from tests.spawn import run_to_exit
 
 SCRIPT = ROOT / "examples" / "finetune_llama.py"

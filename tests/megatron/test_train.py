@@ -22,7 +22,7 @@ from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.layers import Rotary
 from tests.megatron.test_data import write as write_sentences, write_images
-from tests.spawn import free_port, in_background, launched, values_of
+from tests.spawn import free_port, in_background, launched
 
 pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[2]
@@ -288,21 +288,17 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def prepare_text(rank: int, world: int, text: str, prefix: str) -> int:
-    return cli.main(["prepare-data", "--input", text, "--output-prefix", prefix])
-
-
 def launch() -> subprocess.CompletedProcess[str]:
     """train.py by DeepSpeed's launcher with two tensor-parallel ranks, without DeepSpeed's op that takes minutes to compile."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     settings = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
     parallel = "--tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
     with tempfile.TemporaryDirectory() as folder:
-        text, script = Path(folder, "a.txt"), Path(folder, "launched.py")
-        text.write_text("alpha beta gamma delta " * 2000)
+        script = Path(folder, "launched.py")
+        Path(folder, "a.txt").write_text("alpha beta gamma delta " * 2000)
         Path(folder, "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS, **SLICED}))
         script.write_text(WITHOUT_OP.format(train=str(ROOT / "train.py")))
-        values_of(prepare_text, 1, str(text), f"{folder}/corpus")
+        subprocess.run(shlex.split("ds_terapipe prepare-data --input a.txt --output-prefix corpus"), cwd=folder, **settings)
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
         options = [*RUN, *GPT, *shlex.split(f"--train-iters 2 --split 1,0,0 {parallel} --deepspeed_config config.json")]
         return subprocess.run([*command, str(script), *options], cwd=folder, **settings)
