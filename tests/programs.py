@@ -20,8 +20,10 @@ from deepspeed.launcher import runner
 from torch.distributed import run
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ds_terapipe"
 ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
-# Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
+# Programs of other repositories, which two pages are about: of their arguments, those that DeepSpeed adds are checked.
+MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
 DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 

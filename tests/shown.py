@@ -12,14 +12,12 @@ import pytest
 
 from ds_terapipe.schedule import Op
 
-from .programs import ASSIGNMENT, ELSEWHERE, ROOT, Rejected
+from .programs import ASSIGNMENT, ELSEWHERE, MEGATRON_DEEPSPEED, PACKAGE, ROOT, Rejected
 
-PACKAGE = ROOT / "ds_terapipe"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 PROGRAMS = ("make ", "pip ", "python ", "python3 ", "deepspeed ", "ds_terapipe ", "bash ", "torchrun ")
-MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 # Imports that the text shows because they fail beside DeepSpeed 0.19.8: they have to.
 BROKEN_IMPORTS = (
     "from megatron.model.vision.knn_monitor import compute_feature_bank",
@@ -123,6 +121,11 @@ def span_kind(span: Piece) -> str:
         if rule():
             return kind
     pytest.fail(f"{span.where}: a piece of code of an unknown kind")
+
+
+def kinds() -> tuple[set[str], set[str]]:
+    """Those of all blocks, and of all spans."""
+    return set(map(block_kind, shown().blocks)), set(map(span_kind, shown().spans))
 
 
 def is_json(text: str) -> bool:
