@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import re
+import runpy
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -129,12 +130,8 @@ def _ours(module: str, arguments: Sequence[str]) -> None:
 @functools.cache
 def _parser(program: str) -> argparse.ArgumentParser:
     """The parser that the ``main`` of a module, or a script of the repository, is about to use."""
-    if program.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(f"_shown_{Path(program).stem}", ROOT / program)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(program)
+    script = program.endswith(".py")
+    main = runpy.run_path(str(ROOT / program))["main"] if script else importlib.import_module(program).main
     found: list[argparse.ArgumentParser] = []
 
     def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +143,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         mock.patch.object(sys, "argv", [program]),
         contextlib.suppress(KeyboardInterrupt),
     ):
-        module.main()
+        main()
     return found[0]
 
 

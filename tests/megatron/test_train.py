@@ -1,16 +1,16 @@
 """train.py from end to end: resumed, sliced, frozen and reshaped runs; folders and arguments that are errors of one line."""
 
-import importlib.util
 import json
 import logging
 import os
 import random
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -101,13 +101,6 @@ class Ran(NamedTuple):
     said: list[str] = []
 
 
-def train_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def prepare(folder: Path) -> None:
     """Texts, sentences, images of two colours; and what is no checkpoint."""
     words, texts = random.Random(0), folder / "texts"
@@ -119,7 +112,7 @@ def prepare(folder: Path) -> None:
     assert cli.main(["prepare-data", *where]) == 0
     (folder / "sentences").mkdir()
     write_sentences(folder / "sentences", "--split-sentences")
-    write_images(folder / "images", {"blue": 10, "dark": 10}, blue=(0, 0, 255))
+    write_images(folder / "images", {"blue": 10, "red": 10}, blue=(0, 0, 255), red=(255, 0, 0))
     (folder / "broken" / "global_step3").mkdir(parents=True)
     (folder / "broken" / "latest").write_text("global_step3")
     (folder / "broken" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
@@ -142,7 +135,7 @@ def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ra
     os.chdir(folder)
     if rank == 0:
         prepare(Path(folder))
-    train, found = train_module(), {}
+    train, found = SimpleNamespace(**runpy.run_path(str(ROOT / "train.py"))), {}
     train.logger.setLevel("INFO")
     for name, (config, words) in ((name, RUNS[name]) for name in names):
         Path(f"{name} {rank}.json").write_text(json.dumps({"steps_per_print": 10**9, **config}))
@@ -261,7 +254,7 @@ REFUSED: list[tuple[list[str], str]] = [
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
     """Arguments as train.py reads them; of a word that is given twice, the later one."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "--deepspeed_config", "none.json"])
-    return train_module().parse_arguments()
+    return runpy.run_path(str(ROOT / "train.py"))["parse_arguments"]()
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED)
