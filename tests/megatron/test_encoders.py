@@ -1,10 +1,9 @@
 """BERT and ViT pipelines compute what megatron-core's BertModel and a plain ViT do, and train alike in every engine."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -98,9 +97,13 @@ Parameters, Loss = Mapping[str, nn.Parameter], Callable[[Any, Any], Tensor]
 
 def core_bert(model: Encoder, weights: Mapping[str, Tensor]) -> tuple[Parameters, Loss]:
     """megatron-core's own model, with one more layer for classes of its pooled first token."""
+    from megatron.core import tensor_parallel
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
+    # its attention keeps a buffer on the current CUDA device, and a random state there for dropout, which is zero here
+    torch.cuda.current_device = lambda: "cpu"
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     core = BertModel(
         config(model), num_tokentypes=2, transformer_layer_spec=bert_layer_local_spec, vocab_size=VOCAB,
         max_sequence_length=SEQ, position_embedding_type="rope" if model.rope else "learned_absolute",
@@ -114,8 +117,7 @@ def core_bert(model: Encoder, weights: Mapping[str, Tensor]) -> tuple[Parameters
 
     def loss(inputs: Any, labels: Any) -> Tensor:
         tokens, types, padding = inputs
-        with _on_the_cpu():
-            logits, order_logits = core(tokens, padding, types)
+        logits, order_logits = core(tokens, padding, types)
         if model.kind == "classifier":
             weight, bias = (parameters[f"{LAYERS + 2}.classifier.{name}"] for name in ("weight", "bias"))
             return F.cross_entropy(F.linear(pooled[-1], weight, bias), labels)
@@ -140,17 +142,6 @@ def _in_core(name: str) -> str:
         "norm": "encoder.final_layernorm" if entry == LAYERS + 1 else "lm_head.layer_norm", "bias": "output_layer.bias",
     }  # fmt: skip
     return f"{heads.get(kind, kind)}.{what}".rstrip(".")
-
-
-@contextmanager
-def _on_the_cpu() -> Iterator[None]:
-    """core's attention keeps a buffer on the current CUDA device, and a random state there for dropout, which is zero here."""
-    tracker = SimpleNamespace(fork=nullcontext)
-    with (
-        mock.patch("torch.cuda.current_device", lambda: "cpu"),
-        mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker),
-    ):
-        yield
 
 
 def vit(parameters: Parameters, pool: str, images: Tensor) -> Tensor:
