@@ -28,7 +28,8 @@ def validator() -> Callable[[Any], Any]:
 
 GOOD = [
     *({"token_pipeline": block} for block in ({}, {"slices": [8, 4]}, {"memory_gb": 2.5}, {"schedule": "zero_bubble"},
-      {"cut": {"inputs": [1, None, [2, 3]]}}, {"trace_path": "t", "trace_steps": [1, 1], "timeout_s": 31536000}, {"enabled": False, "slice": -1})),
+      {"cut": {"inputs": [1, None, [2, 3]]}}, {"trace_path": "t", "trace_steps": [1, 1]}, {"timeout_s": 31536000},
+      {"enabled": False, "slice": -1})),
     *({"elastic_pipeline": block} for block in ({}, {"freeze": {"policy": "schedule", "frozen_layers": [[10, 2], [20, 4]]}},
       {"freeze": {"policy": "alpha", "unfreeze": ["loss_rise"], "interval": 5}}, {"resize": {"policy": [[0, 2]]}},
       {"cache": {"enabled": True, "disk_path": "c", "disk_gb": 1}}, {"data": {"seed": 0}})),
