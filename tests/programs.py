@@ -29,10 +29,6 @@ ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
 DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 
 
-class Rejected(AssertionError):
-    """The command would fail, and why."""
-
-
 def commands(shell: str) -> list[list[str]]:
     """The words of each command of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
     found = []
@@ -46,7 +42,7 @@ def commands(shell: str) -> list[list[str]]:
 
 
 def check(command: Sequence[str]) -> str:
-    """The kind of a command that its program would take. Raises Rejected where it would not."""
+    """The kind of a command that its program would take. Raises AssertionError where it would not."""
     if ASSIGNMENT.fullmatch(command[0]):
         check_setting(command[0])
         return check(command[1:]) if command[1:] else "setting"
@@ -58,18 +54,18 @@ def check(command: Sequence[str]) -> str:
         "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
     }  # fmt: skip
     if program not in kinds and not program.endswith(".py"):
-        raise Rejected(f"no such program: {program}")
+        raise AssertionError(f"no such program: {program}")
     return kinds.get(program, lambda words: _script(program, words))(arguments) or program
 
 
 def check_setting(setting: str) -> None:
-    """Raise Rejected unless this repository reads a variable, or torch or DeepSpeed where they look for it."""
+    """Raise AssertionError unless this repository reads a variable, or torch or DeepSpeed where they look for it."""
     name = setting.partition("=")[0]
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):
         readers.append(Path(importlib.util.find_spec(module).origin))
     if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
-        raise Rejected(f"no program reads the variable {name}")
+        raise AssertionError(f"no program reads the variable {name}")
 
 
 def _make(arguments: Sequence[str]) -> None:
@@ -78,21 +74,17 @@ def _make(arguments: Sequence[str]) -> None:
         name, given, _ = argument.partition("=")
         pattern = rf"^{name} \?=" if given else rf"^{name}:.*\n\t"
         if not re.search(pattern, makefile, re.MULTILINE):
-            raise Rejected(f"make: the Makefile has no {'setting' if given else 'target'} {name}")
+            raise AssertionError(f"make: the Makefile has no {'setting' if given else 'target'} {name}")
 
 
 def _pip(arguments: Sequence[str]) -> None:
-    if arguments[0] != "install":
-        raise Rejected(f"pip: only install is known here, not {arguments[0]}")
-    wanted = [word for word in arguments[1:] if not word.startswith("-")]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
-    extras = metadata("ds_terapipe").get_all("Provides-Extra")
-    for name in wanted:
-        here = re.fullmatch(r"(?:\.|ds_terapipe)(?:\[([\w,]+)\])?", name)
-        if here and set((here[1] or extras[0]).split(",")) - set(extras):
-            raise Rejected(f"pip: {name} names an extra that is none of {extras}")
-        if not here and f"\n{name.lower()}==" not in pinned:
-            raise Rejected(f"pip: {name} is not in constraints.txt")
+    extras = {"", *metadata("ds_terapipe").get_all("Provides-Extra")}
+    assert arguments[0] == "install", f"pip: only install is known here, not {arguments[0]}"
+    for name in (word for word in arguments[1:] if not word.startswith("-")):
+        package, _, wanted = name.removesuffix("]").partition("[")
+        known = extras >= set(wanted.split(",")) if package in (".", "ds_terapipe") else f"\n{name.lower()}==" in pinned
+        assert known, f"pip: {name} is not in constraints.txt, or names an extra that is none of {extras}"
 
 
 def _python(arguments: Sequence[str]) -> str:
@@ -109,7 +101,7 @@ def _script(name: str, arguments: Sequence[str]) -> str:
         return "elsewhere"
     path = ROOT / name
     if not path.is_file():
-        raise Rejected(f"there is no {name}")
+        raise AssertionError(f"there is no {name}")
     if arguments or "add_argument" in path.read_text(encoding="utf-8"):
         _accept(_parser(name), arguments)
     return "script"
@@ -123,7 +115,7 @@ def _launch(parse: Callable[[list[str]], Any], arguments: Sequence[str], script:
 
 def _ours(module: str, arguments: Sequence[str]) -> None:
     if importlib.util.find_spec(module) is None:
-        raise Rejected(f"there is no module {module}")
+        raise AssertionError(f"there is no module {module}")
     _accept(_parser(module), arguments)
 
 
@@ -169,7 +161,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _error(parser: argparse.ArgumentParser, message: str) -> None:
-    raise Rejected(f"{parser.prog}: {message}")
+    raise AssertionError(f"{parser.prog}: {message}")
 
 
 @contextlib.contextmanager
@@ -182,4 +174,4 @@ def _strictly() -> Iterator[None]:
             yield
     except SystemExit as end:
         if end.code not in (0, None):
-            raise Rejected(said.getvalue().strip() or f"exit status {end.code}") from None
+            raise AssertionError(said.getvalue().strip() or f"exit status {end.code}") from None

@@ -12,7 +12,7 @@ import pytest
 
 from ds_terapipe.schedule import Op
 
-from .programs import ASSIGNMENT, ELSEWHERE, MEGATRON_DEEPSPEED, PACKAGE, ROOT, Rejected
+from .programs import ASSIGNMENT, ELSEWHERE, MEGATRON_DEEPSPEED, PACKAGE, ROOT
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -157,5 +157,5 @@ def at(piece: Piece) -> Iterator[None]:
     """Put the place in front of what went wrong there."""
     try:
         yield
-    except (AssertionError, Rejected, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except (AssertionError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         pytest.fail(f"{piece.where}\n    {type(error).__name__}: {error}")

@@ -151,13 +151,6 @@ def test_commands_are_accepted() -> None:
     assert found >= {"make", "pip", "ds_terapipe", "python -m", "script", "elsewhere", "setting"}
 
 
-def test_options_by_themselves_are_of_some_program() -> None:
-    for span in spans("option"):
-        found = [f'"{option}"' for option in re.findall(r"--[\w-]+", span.text)]
-        theirs = span.document in (MEGATRON_DEEPSPEED, MEGATRON_LM)
-        assert found and (theirs or all(each in sources() for each in found)), span.where
-
-
 def test_every_subcommand_is_shown() -> None:
     found = [command for piece in spans("command") for command in commands(piece.text)]
     named = {words[1] for words in found if words[0] == "ds_terapipe" and not words[1].startswith("-")}
@@ -207,17 +200,18 @@ def test_names() -> None:
         assert set(re.findall(r"\b[A-Z]\w+|\w+\.py", block.text)) <= words | files, block.where
 
 
-def test_actions_are_text_of_the_schedule() -> None:
-    for span in spans("action"):
-        with at(span):
-            assert span.text in [op.value for op in Op] or str(Action.from_text(span.text)) == span.text
-
-
-def test_files() -> None:
-    """Of the repository, the package or the sources in C++."""
+def test_options_files_and_actions() -> None:
+    """Options are of some program, files of the repository, the package or the sources in C++, actions the schedule's text."""
+    for span in spans("option"):
+        found = [f'"{option}"' for option in re.findall(r"--[\w-]+", span.text)]
+        theirs = span.document in (MEGATRON_DEEPSPEED, MEGATRON_LM)
+        assert found and (theirs or all(each in sources() for each in found)), span.where
     for span in spans("file"):
         name = span.text.rstrip("/")
         assert any(itertools.chain(ROOT.glob(name), PACKAGE.rglob(name), (ROOT / "csrc").rglob(name))), span.where
+    for span in spans("action"):
+        with at(span):
+            assert span.text in [op.value for op in Op] or str(Action.from_text(span.text)) == span.text
 
 
 def test_links() -> None:

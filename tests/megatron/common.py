@@ -24,28 +24,23 @@ class Model:
     sequence_parallel: bool = False
 
 
-def config(model: Model, tensor: int) -> Any:
-    """megatron-core's configuration of a GPT with 4 layers of 32."""
+def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
+    """The pipeline of a GPT with 4 layers of 32."""
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ds_terapipe.megatron import gpt_pipeline
 
     modern = {
         "num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
         "add_bias_linear": False, "qk_layernorm": True,
     }  # fmt: skip
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=tensor, sequence_parallel=model.sequence_parallel and tensor > 1,
-        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-        **(modern if model.modern else {}),
+        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32, **(modern if model.modern else {}),
     )  # fmt: skip
-
-
-def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
-    """The model's pipeline."""
-    from ds_terapipe.megatron import gpt_pipeline
-
     return gpt_pipeline(
-        config(model, tensor), vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
+        config, vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
         tied=model.tied, activation_checkpoint_interval=model.checkpoint_interval, **arguments,
     )  # fmt: skip
 
@@ -74,10 +69,8 @@ def of_all_ranks(value: Any) -> list[Any]:
 def whole_tensors(
     pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient, if it is not None), put together
-    from stages and tensor parallel parts, on every process.
-
-    In fp64, and as arrays: tensors do not outlive a process that puts them into a queue.
+    """Every parameter of the model by name, or what ``of`` takes of it if that is not None, put together from stages and tensor
+    parallel parts, on every process.
 
     Asserts on the way that what is held more than once is the same everywhere. With ``unlike``, names of tensors of which some
     bits differ go there instead, and the first copy counts.

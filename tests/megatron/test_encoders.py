@@ -65,31 +65,26 @@ def build(model: Encoder, *, tensor: int = 1, stages: int = 1, **arguments: Any)
 
 
 def batches(model: Encoder) -> Iterator[Any]:
-    """Endless micro-batches of (inputs, labels); texts are padded, and have other numbers of masked tokens."""
+    """Endless micro-batches of (inputs, labels); texts of two sentences are padded, and have other numbers of masked tokens."""
     random = torch.Generator().manual_seed(3)
     while True:
         labels = torch.randint(0, CLASSES, (MICRO_BATCH,), generator=random)
         if model.kind == "vit":
             yield torch.randn(MICRO_BATCH, 3, IMAGE, IMAGE, generator=random), labels
             continue
-        texts = _texts(random)
+        tokens = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ), generator=random)
+        ends = torch.randint(SEQ // 2, SEQ, (MICRO_BATCH, 1), generator=random)
+        second = torch.randint(2, SEQ // 2, (MICRO_BATCH, 1), generator=random)
+        places = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
+        padding = (places < ends).long()
+        texts = tokens * padding, (places >= second).long() * padding, padding
         if model.kind == "classifier":
             yield texts, labels
             continue
-        masked = (torch.rand(MICRO_BATCH, SEQ, generator=random) < 0.3) & (texts[2] > 0)
+        masked = (torch.rand(MICRO_BATCH, SEQ, generator=random) < 0.3) & (padding > 0)
         masked[:, 1] = True
         wanted = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ), generator=random).where(masked, -1)
         yield texts, (wanted, masked.long(), torch.randint(0, 2, (MICRO_BATCH,), generator=random))
-
-
-def _texts(random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, types and padding of two sentences each."""
-    tokens = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ), generator=random)
-    ends = torch.randint(SEQ // 2, SEQ, (MICRO_BATCH, 1), generator=random)
-    second = torch.randint(2, SEQ // 2, (MICRO_BATCH, 1), generator=random)
-    places = torch.arange(SEQ).expand(MICRO_BATCH, SEQ)
-    padding = (places < ends).long()
-    return tokens * padding, (places >= second).long() * padding, padding
 
 
 Parameters, Loss = Mapping[str, nn.Parameter], Callable[[Any, Any], Tensor]
