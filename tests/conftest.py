@@ -78,7 +78,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Print the slowest tests and launches."""
     reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "duration")]
     took = [(f"{report.nodeid} ({report.when})", report.duration) for report in reports]
     took += [(f"launch {launch.name} x {launch.world_size}", launch.seconds) for launch in POOL.launches]

@@ -26,7 +26,6 @@ class Ran:
         self.cut: Counter[tuple[int, int, int, int]] = Counter()
 
     def note(self, context: SliceContext) -> None:
-        """A call of attention that is cut."""
         if not context._recomputing and not context.span.is_whole:
             self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
 

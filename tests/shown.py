@@ -42,7 +42,6 @@ class Piece(NamedTuple):
 
     @property
     def where(self) -> str:
-        """To name it in a test's message."""
         return f"{self.document}:{self.line}: {self.text.splitlines()[0]}"
 
 
@@ -77,7 +76,6 @@ def take_apart(text: str, name: str) -> Document:
 
 @functools.cache
 def shown() -> Document:
-    """All blocks, spans and links of all documents."""
     found = [take_apart((ROOT / name).read_text(encoding="utf-8"), name) for name in documents()]
     return Document(*(list(itertools.chain(*pieces)) for pieces in zip(*found, strict=True)))
 
@@ -124,7 +122,6 @@ def span_kind(span: Piece) -> str:
 
 
 def kinds() -> tuple[set[str], set[str]]:
-    """Those of all blocks, and of all spans."""
     return set(map(block_kind, shown().blocks)), set(map(span_kind, shown().spans))
 
 
@@ -142,7 +139,6 @@ def blocks(kind: str) -> list[Piece]:
 
 
 def spans(kind: str) -> list[Piece]:
-    """The spans of a kind, of which there have to be some."""
     return _of(kind, shown().spans, span_kind)
 
 

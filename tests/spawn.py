@@ -58,8 +58,6 @@ _ASKING = {name: threading.Lock() for name in SERVERS}
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended."""
-
     rank: int
     code: int | None  # negative for a signal; None for one that was still there and had to be killed
     output: str  # stdout and stderr

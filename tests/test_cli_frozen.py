@@ -26,7 +26,6 @@ def measured(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """Arguments: a model of eight layers."""
     config = written(tmp_path / "ds_config.json", SIZES)
     return ["plan", "--model", written(tmp_path / "model.json", MODEL), "--ds-config", config]
 

@@ -119,7 +119,6 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def test_json_in_the_text() -> None:
-    """Values, and ``"key": value`` of any block."""
     pairs = 0
     for span in spans("json"):
         with at(span):

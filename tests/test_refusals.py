@@ -84,12 +84,10 @@ class Plain(nn.Linear):
 
 
 def named(name: str) -> Any:
-    """A layer of Megatron-DeepSpeed's, by its name."""
     return type(name, (Plain,), {})()
 
 
 def changed(change: Any) -> Any:
-    """A plain layer that was changed."""
     change(layer := Plain())
     return layer
 

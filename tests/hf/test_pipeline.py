@@ -23,7 +23,6 @@ STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
 
 
 def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of a micro-batch of each kind."""
     return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
 
 
@@ -124,8 +123,6 @@ ELASTIC = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
 
 def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> Trace:
-    """The training of one process."""
-
     def freeze(step: int) -> None:
         entries = max((entries for first, entries in FREEZE if first <= step), default=0)
         frozen = tuple(name for entry in names[:entries] for name in entry.values())

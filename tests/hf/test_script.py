@@ -49,7 +49,6 @@ def folder_of_a_model(folder: Path) -> Any:
 
 
 def run_scripts(rank: int, world: int, folder: Path) -> None:
-    """The script itself, with its arguments, once for each run."""
     torch.distributed.destroy_process_group = lambda *group: None  # the next run is in the same one
     for name, (_, length, *_) in CASES.items():
         os.chdir(folder / name)

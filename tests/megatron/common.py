@@ -14,8 +14,6 @@ VOCAB, SEQ, MICRO_BATCH, MICRO_BATCHES = 64, 16, 2, 2
 
 @dataclass(frozen=True)
 class Model:
-    """Which GPT to build."""
-
     position: str = "learned"
     tied: bool = True
     modern: bool = False  # grouped queries with norms, RMS norm, SwiGLU, no biases

@@ -83,7 +83,6 @@ def counting(length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def tokens(batches: BatchIterator, micro_batches: int) -> list[list[int]]:
-    """The samples of so many micro-batches."""
     return [next(batches)[0][0][:, 0].tolist() for _ in range(micro_batches)]
 
 

@@ -33,7 +33,6 @@ class Encoder(NamedTuple):
 
 
 def config(model: Encoder, tensor: int = 1) -> Any:
-    """megatron-core's configuration of 4 layers of 16."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -271,7 +270,6 @@ def engine_of(training: Training, **settings: Any) -> Any:
 
 
 def train(training: Training) -> Result:
-    """On the processes of this job."""
     engine = engine_of(training)
     losses, shapes, gradients = [], [], {}
 
@@ -293,7 +291,6 @@ def train(training: Training) -> Result:
 
 
 def alone(rank: int, world: int) -> Any:
-    """The trainings, and the error of an engine that is to cut its samples."""
     refused = raised(lambda: engine_of(Training(BERT, OURS), token_pipeline={"slices": "auto"}))
     return {name: train_alone(training) for name, training in TRAININGS.items()}, refused
 

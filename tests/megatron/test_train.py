@@ -60,7 +60,6 @@ def elastic(entries: int, *resize: list[int]) -> dict[str, Any]:
 
 
 def saved(folder: str, step: int) -> list[str]:
-    """Save after so many steps and end there."""
     return ["--save", folder, "--save-interval", str(step), "--exit-interval", str(step)]
 
 
@@ -120,7 +119,6 @@ def prepare(folder: Path) -> None:
 
 
 def harm(name: str) -> None:
-    """Damage a checkpoint before a run."""
     if name == "uneven, resumed":  # as a job leaves it that is killed between two renames
         Path("uneven", "global_step3").rename("uneven/.global_step3.replaced")
     if name == "flipped":

@@ -23,8 +23,6 @@ _UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", "max", "min"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change."""
-
     index: int  # among all of its module
     line: int
     kind: str  # comparison, constant, arithmetic, negation, statement or arguments
@@ -42,7 +40,6 @@ def mutants_of(source: str) -> list[Mutant]:
 
 
 def mutated(source: str, index: int) -> ast.Module:
-    """The module with one of its mutants."""
     tree = ast.parse(source)
     for number, (node, _, changed) in enumerate(_changes(tree)):
         if number == index:
