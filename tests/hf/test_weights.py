@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ds_terapipe import cli, hf, manifest
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.hf import decoder_pipeline, export, folder as hf_folder
-from ds_terapipe.hf.check import check_chain
+from ds_terapipe.hf.check import check_chain, shrunk
 from ds_terapipe.hf.decoder_pipeline import _built, _specs
 from ds_terapipe.hf.record import write_model, write_record
 from ds_terapipe.hf.source import source_of
@@ -136,12 +136,17 @@ def check(model: Any) -> None:
     check_chain(source, lambda tiny: [_built(spec) for spec in _specs(tiny)])
 
 
+def test_a_tiny_model_of_a_kind_shares_keys_where_that_kind_does() -> None:
+    configs = [transformers.ApertusConfig(num_attention_heads=8, num_key_value_heads=keys) for keys in (8, 2)]
+    vars(configs[0])["dtype"] = "float32"  # as save_pretrained leaves it; this kind reads it, and takes no text
+    tiny = [transformers.ApertusForCausalLM(shrunk(each)).config for each in configs]
+    assert [each.num_key_value_heads for each in tiny] == [4, 2]
+
+
 @pytest.mark.parametrize("name", [*PASS, *OTHERS])
 def test_a_model_that_is_its_layers_passes_and_another_is_refused_with_what(name: str) -> None:
     if name in PASS:
-        config = getattr(transformers, f"{name}Config")(**SIZES)
-        vars(config)["dtype"] = "float32"  # as save_pretrained leaves it
-        check(config)
+        check(getattr(transformers, f"{name}Config")(**SIZES))
         return
     sizes, said = OTHERS[name]
     with pytest.raises(ConfigError) as refused:
