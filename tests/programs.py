@@ -53,8 +53,7 @@ def check(command: Sequence[str]) -> str:
         "deepspeed": lambda words: _launch(runner.parse_args, words, "user_script", "user_args"),
         "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
     }  # fmt: skip
-    if program not in kinds and not program.endswith(".py"):
-        raise AssertionError(f"no such program: {program}")
+    assert program in kinds or program.endswith(".py"), f"no such program: {program}"
     return kinds.get(program, lambda words: _script(program, words))(arguments) or program
 
 
@@ -64,8 +63,8 @@ def check_setting(setting: str) -> None:
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):
         readers.append(Path(importlib.util.find_spec(module).origin))
-    if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
-        raise AssertionError(f"no program reads the variable {name}")
+    found = any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers)
+    assert found, f"no program reads the variable {name}"
 
 
 def _make(arguments: Sequence[str]) -> None:
@@ -73,8 +72,7 @@ def _make(arguments: Sequence[str]) -> None:
     for argument in arguments:
         name, given, _ = argument.partition("=")
         pattern = rf"^{name} \?=" if given else rf"^{name}:.*\n\t"
-        if not re.search(pattern, makefile, re.MULTILINE):
-            raise AssertionError(f"make: the Makefile has no {'setting' if given else 'target'} {name}")
+        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile has no {'setting' if given else 'target'} {name}"
 
 
 def _pip(arguments: Sequence[str]) -> None:
@@ -100,8 +98,7 @@ def _script(name: str, arguments: Sequence[str]) -> str:
         _accept(parser, [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
         return "elsewhere"
     path = ROOT / name
-    if not path.is_file():
-        raise AssertionError(f"there is no {name}")
+    assert path.is_file(), f"there is no {name}"
     if arguments or "add_argument" in path.read_text(encoding="utf-8"):
         _accept(_parser(name), arguments)
     return "script"
@@ -114,8 +111,7 @@ def _launch(parse: Callable[[list[str]], Any], arguments: Sequence[str], script:
 
 
 def _ours(module: str, arguments: Sequence[str]) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise AssertionError(f"there is no module {module}")
+    assert importlib.util.find_spec(module), f"there is no module {module}"
     _accept(_parser(module), arguments)
 
 

@@ -25,10 +25,6 @@ class Ran:
         self._engine = engine
         self.cut: Counter[tuple[int, int, int, int]] = Counter()
 
-    def note(self, context: SliceContext) -> None:
-        if not context._recomputing and not context.span.is_whole:
-            self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
-
     def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None) -> None:
         """Assert that the last step ran slices of these lengths, by micro-batch, and all of them in so many layers' attention.
 
@@ -59,7 +55,8 @@ def watched(engine: Any) -> Iterator[Ran]:
 
     def noting(attention: Any) -> Any:
         def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
-            ran.note(context)
+            if not context._recomputing and not context.span.is_whole:
+                ran.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
             return attention(context, *args, **kwargs)
 
         return noted

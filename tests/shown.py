@@ -90,35 +90,36 @@ def sources() -> str:
 
 def block_kind(block: Piece) -> str:
     """``json``, ``python``, ``shell``, ``output`` or, of words of the sources, ``picture``."""
-    if block.language == "text":
-        return "picture"
-    if block.language in ("json", "python"):
-        return block.language
-    if block.language in ("", "bash", "sh") and (block.text.startswith(PROGRAMS) or ASSIGNMENT.match(block.text)):
-        return "shell"
-    if block.language == "" and block.text.startswith(OUTPUTS):
-        return "output"
-    pytest.fail(f"{block.where}: a block of an unknown kind ({block.language or 'no language'})")
+    commands = block.text.startswith(PROGRAMS) or ASSIGNMENT.match(block.text)
+    rules = {
+        "picture": block.language == "text", "json": block.language == "json", "python": block.language == "python",
+        "shell": block.language in ("", "bash", "sh") and commands,
+        "output": block.language == "" and block.text.startswith(OUTPUTS),
+    }  # fmt: skip
+    return _first(rules, block)
 
 
 def span_kind(span: Piece) -> str:
     """The first kind whose rule the span meets; what the kind claims is for the tests to find out."""
     text = span.text
-    rules: dict[str, Callable[[], Any]] = {
-        "place": lambda: text in PLACES,
-        "theirs": lambda: text in ELSEWHERE or (span.document == MEGATRON_DEEPSPEED and text in THEIRS),
-        "import": lambda: re.match(r"(from [\w.]+ )?import \w", text),
-        "command": lambda: text.startswith((*PROGRAMS, "train.py ")) or ASSIGNMENT.match(text),
-        "option": lambda: text.startswith("--"),
-        "json": lambda: is_json(text) or is_json("{" + text + "}"),
-        "action": lambda: re.fullmatch(r"\d+[A-Z_]+[\d.]+(/\d+of\d+)?", text) or text in [op.value for op in Op],
-        "file": lambda: re.fullmatch(r"[\w./*-]+\.(py|cpp|cu|sh|md|jsonl?|txt|svg)|[\w/]+/", text),
-        "name": lambda: re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", text) or text == "1f1b",
+    rules = {
+        "place": text in PLACES,
+        "theirs": text in ELSEWHERE or (span.document == MEGATRON_DEEPSPEED and text in THEIRS),
+        "import": re.match(r"(from [\w.]+ )?import \w", text),
+        "command": text.startswith((*PROGRAMS, "train.py ")) or ASSIGNMENT.match(text),
+        "option": text.startswith("--"),
+        "json": is_json(text) or is_json("{" + text + "}"),
+        "action": re.fullmatch(r"\d+[A-Z_]+[\d.]+(/\d+of\d+)?", text) or text in [op.value for op in Op],
+        "file": re.fullmatch(r"[\w./*-]+\.(py|cpp|cu|sh|md|jsonl?|txt|svg)|[\w/]+/", text),
+        "name": re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", text) or text == "1f1b",
     }
-    for kind, rule in rules.items():
-        if rule():
-            return kind
-    pytest.fail(f"{span.where}: a piece of code of an unknown kind")
+    return _first(rules, span)
+
+
+def _first(rules: dict[str, Any], piece: Piece) -> str:
+    found = next((kind for kind, meets in rules.items() if meets), None)
+    assert found is not None, f"{piece.where}: of an unknown kind ({piece.language or 'no language'})"
+    return found
 
 
 def kinds() -> tuple[set[str], set[str]]:
