@@ -2,10 +2,10 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,39 +45,44 @@ class Piece(NamedTuple):
         return f"{self.document}:{self.line}: {self.text.splitlines()[0]}"
 
 
-class Document(NamedTuple):
-    """A Markdown file taken apart."""
-
-    blocks: list[Piece]
-    spans: list[Piece]
-    links: list[Piece]
-
-
 def documents() -> list[str]:
     """README.md and all Markdown files of docs/, as paths below the root."""
     return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
 
 
-def take_apart(text: str, name: str) -> Document:
-    """The pieces of a Markdown text. Raises ValueError for fences or back-quotes without a partner, which would hide code."""
-
-    def piece(at: int, shown: str, language: str = "") -> Piece:
-        return Piece(name, text.count("\n", 0, at) + 1, shown, language)
-
-    blocks = [piece(match.start(), match[2], match[1]) for match in FENCE.finditer(text)]
-    # Blanked, not cut out: places stay what they are.
-    prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
-    for number, paragraph in enumerate(re.split(r"\n\s*\n", prose)):
-        if "```" in paragraph or paragraph.count("`") % 2:
-            raise ValueError(f"{name}: paragraph {number} has an odd back-quote: {paragraph.strip()[:80]!r}")
-    spans = [piece(match.start(), " ".join(match[1].split())) for match in CODE.finditer(prose)]
-    return Document(blocks, spans, [piece(match.start(), match[1]) for match in LINK.finditer(prose)])
-
-
 @functools.cache
-def shown() -> Document:
-    found = [take_apart((ROOT / name).read_text(encoding="utf-8"), name) for name in documents()]
-    return Document(*(list(itertools.chain(*pieces)) for pieces in zip(*found, strict=True)))
+def shown() -> tuple[dict[str, list[Piece]], dict[str, list[Piece]], list[Piece]]:
+    """The blocks and the spans of all documents by their kinds, and the links."""
+    blocks, spans, links = dict[str, list[Piece]](), dict[str, list[Piece]](), list[Piece]()
+    for name in documents():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        at = partial(_piece, name, text)
+        for match in FENCE.finditer(text):
+            block = at(match.start(), match[2], match[1])
+            blocks.setdefault(block_kind(block), []).append(block)
+        # Blanked, not cut out: places stay what they are.
+        prose = FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
+        for paragraph in re.split(r"\n\s*\n", prose):  # a quote without a partner would hide code
+            assert "```" not in paragraph and paragraph.count("`") % 2 == 0, (
+                f"{name}: an odd back-quote: {paragraph.strip()[:80]}"
+            )
+        for match in CODE.finditer(prose):
+            span = at(match.start(), " ".join(match[1].split()))
+            spans.setdefault(span_kind(span), []).append(span)
+        links += [at(match.start(), match[1]) for match in LINK.finditer(prose)]
+    return blocks, spans, links
+
+
+def _piece(name: str, text: str, at: int, shown: str, language: str = "") -> Piece:
+    return Piece(name, text.count("\n", 0, at) + 1, shown, language)
+
+
+def blocks(kind: str) -> list[Piece]:
+    return shown()[0][kind]
+
+
+def spans(kind: str) -> list[Piece]:
+    return shown()[1][kind]
 
 
 @functools.cache
@@ -122,31 +127,12 @@ def _first(rules: dict[str, Any], piece: Piece) -> str:
     return found
 
 
-def kinds() -> tuple[set[str], set[str]]:
-    return set(map(block_kind, shown().blocks)), set(map(span_kind, shown().spans))
-
-
 def is_json(text: str) -> bool:
     try:
         json.loads(text)
     except ValueError:
         return False
     return True
-
-
-def blocks(kind: str) -> list[Piece]:
-    """The blocks of a kind, of which there have to be some."""
-    return _of(kind, shown().blocks, block_kind)
-
-
-def spans(kind: str) -> list[Piece]:
-    return _of(kind, shown().spans, span_kind)
-
-
-def _of(kind: str, pieces: list[Piece], kind_of: Callable[[Piece], str]) -> list[Piece]:
-    found = [piece for piece in pieces if kind_of(piece) == kind]
-    assert found, f"nothing of the kind {kind} in any document: has the parser gone blind?"
-    return found
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.schedule import Action, Op
 
 from .programs import MEGATRON_DEEPSPEED, MEGATRON_LM, PACKAGE, ROOT, check, commands
-from .shown import BROKEN_IMPORTS, at, blocks, documents, is_json, kinds, shown, sources, spans
+from .shown import BROKEN_IMPORTS, at, blocks, documents, is_json, shown, sources, spans
 from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
@@ -36,7 +36,7 @@ HOOK = "import torch\ntorch._import_device_backends()\n"
 
 def test_everything_is_of_a_known_kind() -> None:
     of_spans = {"place", "theirs", "import", "command", "option", "json", "action", "file", "name"}
-    assert kinds() == ({"json", "python", "shell", "output", "picture"}, of_spans)
+    assert [set(kinds) for kinds in shown()[:2]] == [{"json", "python", "shell", "output", "picture"}, of_spans]
 
 
 def test_imports_are_executed() -> None:
@@ -214,8 +214,8 @@ def test_options_files_and_actions() -> None:
 
 
 def test_links() -> None:
-    near = [link for link in shown().links if not re.match(r"https?://", link.text)]
-    assert near and len(near) < len(shown().links)
+    near = [link for link in shown()[2] if not re.match(r"https?://", link.text)]
+    assert near and len(near) < len(shown()[2])
     for link in near:
         target, _, anchor = link.text.partition("#")
         path = (ROOT / link.document).parent / target if target else ROOT / link.document
