@@ -32,7 +32,6 @@ from tests.pipeline.training import raised
 from tests.spawn import launched
 
 LAMB = {"type": "FusedLamb", "params": {"lr": 1e-3}}
-RAMP = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 10**300, "warmup_steps": 0}
 MIXED = {"phases": [{"steps": 10, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_steps": 0}]}
 LTD = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
 
@@ -54,8 +53,6 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3", "use e.g. 8"),
     ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
     ({"optimizer": ["AdamW"]}, 'optimizer: got ["AdamW"], must be a block of keys', "use e.g. {"),
-    ({"scheduler": {"type": "LambWarmup", "params": RAMP}, "optimizer": LAMB},
-     "scheduler.params.total_steps: got 1000", "at most 9007199254740992"),
     ({"gradient_clipping": "1"}, 'gradient_clipping: got "1", must be a number', "0 for none"),
     ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "all"}},
      'zero_optimization.reduce_bucket_size: got "all", must be what DeepSpeed reads (Input should be', "leave it out"),
@@ -69,8 +66,6 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduler": {"type": "MixedBatch", "params": MIXED}, "optimizer": LAMB, "gradient_accumulation_steps": 3},
      "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
      "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8"),
-    ({"elastic_pipeline": {"resize": {"policy": "halved"}}},
-     'elastic_pipeline.resize.policy: got "halved", must be', 'use "halve"'),
 ]  # fmt: skip
 
 

@@ -21,10 +21,7 @@ from typing import Any
 from tests.mutation.operators import Mutant, mutants_of
 from tests.mutation.runs import ROOT, run_tests
 
-PURE = ("schedule", "plan", "tracing", "elastic.policies", "elastic.shapes", "elastic.sampler", "elastic.settings", "config",
-        "blocks", "rules", "optim.lamb", "optim.schedules", "pipeline.slicing", "clipping")  # fmt: skip
-ENGINE = ("pipeline", "elastic", "hf", "optim", "megatron")
-DRAWN_PURE, DRAWN_ENGINE = 200, 100
+DRAWN = 300
 SELECTED, JOBS = "not full", 2
 SLACK_S, MOST_S = 90.0, 240.0  # of a test file beyond three times its seconds; of all tests for a mutant
 
@@ -64,15 +61,11 @@ def _map(options: Any) -> None:
 def draw(known: dict[str, Any], seed: int) -> list[tuple[str, Mutant]]:
     """Mutants of lines that some test runs, by module; always the same for a seed."""
     lines = {line for unit in known.values() for line in unit["lines"]}
-    pools: dict[str, list[tuple[str, Mutant]]] = {"pure": [], "engine": []}
+    found = []
     for path in sorted((ROOT / "ds_terapipe").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        inner = name.partition(".")[2]
-        kind = "pure" if inner.startswith(PURE) else "engine" if inner.startswith(ENGINE) else None
-        if kind is not None:
-            pools[kind] += [(name, m) for m in mutants_of(path.read_text()) if f"{name}:{m.line}" in lines]
-    drawn = random.Random(seed)
-    return drawn.sample(pools["pure"], DRAWN_PURE) + drawn.sample(pools["engine"], DRAWN_ENGINE)
+        found += [(name, mutant) for mutant in mutants_of(path.read_text()) if f"{name}:{mutant.line}" in lines]
+    return random.Random(seed).sample(found, DRAWN)
 
 
 def _run(options: Any) -> None:
