@@ -1,5 +1,6 @@
 """Small GPTs, their batches, and their weights put together again from all processes."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,7 @@ def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -
 def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]:
     """Endless micro-batches, the same sequences for every layout, with holes in the loss mask."""
     generator = torch.Generator().manual_seed(seed)
-    number = 0
-    while True:
+    for number in itertools.count():
         text = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
         # as many tokens in each micro-batch, so that replicas weigh the same
         mask = torch.ones(MICRO_BATCH, SEQ)
@@ -55,7 +55,6 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
         if number % replicas == replica:
             positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ).contiguous()
             yield (text[:, :-1].contiguous(), positions), (text[:, 1:].contiguous(), mask)
-        number += 1
 
 
 def of_all_ranks(value: Any) -> list[Any]:

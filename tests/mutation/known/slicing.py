@@ -3,7 +3,7 @@
 from . import Known
 
 _PACKED = "tests/pipeline/test_attention.py -k packed"
-_SHARED = "tests/rows/test_rows.py -k 'fp64 and sequence_parallel'"
+_SHARED = "tests/rows/test_rows.py -k 'fp64 and sequence'"
 
 KNOWN = (
     Known("a slice is one token longer", "pipeline.slicing", "        return self.stop - self.start\n",
