@@ -18,7 +18,6 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.parallel import adopt_topology
-from ds_terapipe.optim.sharding import Groups, tensor_parallel_group
 from tests.megatron.common import Model, batches, build, whole_tensors
 from tests.pipeline.training import build_engine, difference
 from tests.spawn import launched
@@ -61,10 +60,6 @@ def test_attention_drops_out_while_training_only_and_refuses_what_is_not_causal(
         module(q, k, v, torch.ones(1, 1, 6, 6).bool())
     with pytest.raises(ConfigError, match="must be causal self-attention"):
         CausalAttention(config(), 1, AttnMaskType.padding, "self")
-
-
-def test_lamb_makes_no_sums_over_one_tensor_parallel_rank(alone: None) -> None:
-    assert tensor_parallel_group(Groups(), []) is None
 
 
 def test_norms_of_queries_without_weights_are_of_one_length(alone: None) -> None:

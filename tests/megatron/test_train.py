@@ -201,7 +201,7 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
 
 
 def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: Ranks) -> None:
-    """And goes on from a checkpoint, with validation, and where its micro-batches get smaller; a line has the mean of its steps."""
+    """And goes on from a checkpoint, with validation, and where micro-batches get smaller; a line has the mean of its steps."""
     runs = elastic_ranks[0]
     still, whole = runs["still"].losses, runs["moved"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
