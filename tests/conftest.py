@@ -24,8 +24,7 @@ settings.load_profile("ds_terapipe")
 # So tests have a folder of their own, apart from the user's cache.
 _EXTENSIONS = Path(__file__).resolve().parents[1] / ".pytest_cache" / "torch_extensions"
 _COMPILES_S = 300  # at most: an older lock has no owner
-_LOOP = "for number in range(100_000): total += number * number"
-_QUIET_S = 0.0045  # that it takes on the machine of which --most-minutes is said; the limit is 20 / 12 of that at most
+_QUIET_S = 0.0045  # that the loop below takes on the machine of which --most-minutes is said
 _BEGIN = time.monotonic()
 
 
@@ -95,8 +94,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if most is None:
         return
     minutes = (time.monotonic() - _BEGIN) / 60
-    seconds = min(timeit.repeat(_LOOP, "total = 0", number=1, repeat=30))  # other work does not hit all of them
-    limit = most * min(max(seconds / _QUIET_S, 1.0), 20 / 12)
+    seconds = min(timeit.repeat("for n in range(100_000): total += n * n", "total = 0", number=1, repeat=30))
+    limit = most * min(max(seconds / _QUIET_S, 1.0), 20 / 12)  # more on a machine that is slower
     if minutes > limit:
         print(f"\n--most-minutes: took {minutes:.1f}, must be at most {limit:.1f}, see the slowest")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

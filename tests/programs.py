@@ -26,7 +26,6 @@ ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
 # Programs of other repositories, which two pages are about: of their arguments, those that DeepSpeed adds are checked.
 MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
-DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 
 
 def commands(shell: str) -> list[list[str]]:
@@ -95,7 +94,7 @@ def _python(arguments: Sequence[str]) -> str:
 def _script(name: str, arguments: Sequence[str]) -> str:
     if name in ELSEWHERE:
         parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-        _accept(parser, [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
+        _accept(parser, [word for word in arguments if word.startswith("--deepspeed") or word.endswith("ds_config.json")])
         return "elsewhere"
     path = ROOT / name
     assert path.is_file(), f"there is no {name}"

@@ -31,7 +31,6 @@ from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
 _WITH_KEYS = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config")
-HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
 def test_everything_is_of_a_known_kind() -> None:
@@ -57,7 +56,7 @@ def test_imports_are_executed() -> None:
 
 def test_python_blocks_run(tmp_path: Path) -> None:
     for block in blocks("python"):
-        end = run_script(HOOK + block.text, tmp_path)
+        end = run_script("import torch\ntorch._import_device_backends()\n" + block.text, tmp_path)
         assert end.code == 0, f"{block.where}\n{end.output[-3000:]}"
 
 

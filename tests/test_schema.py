@@ -1,8 +1,6 @@
 """The JSON schema for editors takes what the parsers take, and refuses what they refuse of single keys."""
 
-import functools
 import json
-from collections.abc import Callable
 from typing import Any
 
 import fastjsonschema
@@ -19,13 +17,8 @@ from ds_terapipe.optim.json_keys import read as read_lamb
 from .programs import ROOT
 from .shown import blocks
 
-
-@functools.cache
-def validator() -> Callable[[Any], Any]:
-    """The schema as an editor reads it: tuples are lists."""
-    return fastjsonschema.compile(json.loads(json.dumps(schema())))
-
-
+# as an editor reads it: tuples are lists
+validate = fastjsonschema.compile(json.loads(json.dumps(schema())))
 GOOD = [
     *({"token_pipeline": block} for block in ({}, {"slices": [8, 4]}, {"memory_gb": 2.5}, {"schedule": "zero_bubble"},
       {"cut": {"inputs": [1, None, [2, 3]]}}, {"trace_path": "t", "trace_steps": [1, 1]}, {"timeout_s": 31536000},
@@ -59,7 +52,7 @@ def test_what_parses_fits() -> None:
     files = [path.read_text() for folder in ("configs", "examples") for path in (ROOT / folder).glob("*.json")]
     for config in [*GOOD, *map(json.loads, files), *(json.loads(block.text) for block in blocks("json"))]:
         parse(config)
-        validator()(config)
+        validate(config)
 
 
 @pytest.mark.parametrize("config", BAD, ids=str)
@@ -67,7 +60,7 @@ def test_a_key_that_does_not_parse_does_not_fit(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         parse(config)
     with pytest.raises(fastjsonschema.JsonSchemaValueException):
-        validator()(config)
+        validate(config)
 
 
 def test_the_command_prints_it_with_texts(capsys: pytest.CaptureFixture[str]) -> None:

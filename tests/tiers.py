@@ -39,7 +39,7 @@ def _starts(function: Any) -> bool:
         seen.add(id(value))
         if value is not function and _is_starter(value):
             return True
-        if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
+        if isinstance(value, FunctionType) and str(value.__module__).startswith("tests."):
             todo += [value.__globals__.get(name) for name in _names(value.__code__)]
     return False
 

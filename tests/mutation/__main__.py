@@ -21,7 +21,6 @@ from typing import Any
 from tests.mutation.operators import Mutant, mutants_of
 from tests.mutation.runs import ROOT, run_tests
 
-DRAWN = 300
 SELECTED, JOBS = "not full", 2
 SLACK_S, MOST_S = 90.0, 240.0  # of a test file beyond three times its seconds; of all tests for a mutant
 
@@ -65,7 +64,7 @@ def draw(known: dict[str, Any], seed: int) -> list[tuple[str, Mutant]]:
     for path in sorted((ROOT / "ds_terapipe").rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         found += [(name, mutant) for mutant in mutants_of(path.read_text()) if f"{name}:{mutant.line}" in lines]
-    return random.Random(seed).sample(found, DRAWN)
+    return random.Random(seed).sample(found, 300)
 
 
 def _run(options: Any) -> None:
