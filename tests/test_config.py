@@ -82,12 +82,6 @@ def test_mistakes_are_one_line_with_key_value_and_rule(key, value, says, beside)
     assert message.startswith(f"{path}: got " if "unknown key" not in message else "token_pipeline")
 
 
-def test_a_block_has_to_be_one():
-    for block in (None, True, [8]):
-        with pytest.raises(ConfigError, match=r"token_pipeline: got .*, must be a block of keys"):
-            parse({"token_pipeline": block})
-
-
 @given(key=st.sampled_from(sorted(TokenPipelineConfig.model_fields)), value=JSON)
 def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key, value):
     try:

@@ -62,11 +62,10 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return lock_in(tmp_path / "py311_cpu" / "deepspeed_shm_comm")
 
 
-STALE = "which no process of this machine holds: a launch was killed"
-HELD = "which another process holds while it compiles an extension"
-
-
-@pytest.mark.parametrize(("holder", "said"), [(contextlib.nullcontext, STALE), (open, HELD)])
+@pytest.mark.parametrize(("holder", "said"), [
+    (contextlib.nullcontext, "which no process of this machine holds: a launch was killed"),
+    (open, "which another process holds while it compiles an extension"),
+])  # fmt: skip
 def test_a_wait_is_said_once_and_names_the_file(lock, monkeypatch, caplog, holder, said):
     def wait(baton: FileBaton) -> None:
         """Until both times for a word have come."""

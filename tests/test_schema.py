@@ -31,7 +31,7 @@ GOOD = [
 ]  # fmt: skip
 BAD = [
     *({"token_pipeline": block} for block in ({"slice": 4}, {"slices": 0}, {"slices": True}, {"slices": []}, {"schedule": "zb"},
-      {"cut": {"input": [1]}}, {"timeout_s": 0}, {"memory_gb": "2"}, {"verify": None}, 4)),
+      {"cut": {"input": [1]}}, {"timeout_s": 0}, {"memory_gb": "2"}, {"verify": None}, 4, None, [8])),
     *({"elastic_pipeline": block} for block in ({"freeze": {"alpha": 1}}, {"freeze": {"frozen_layers": [[10]]}},
       {"resize": {"policy": "half"}}, {"freeze": {"unfreeze": ["never"]}}, {"cache": {"enable": True}}, {"data": {"seed": -1}})),
     {"optimizer": {"type": "FusedLamb", "params": {"lr": 1e-3, "beta": 0.9}}},

@@ -256,7 +256,6 @@ def train_alone(training: Training) -> Result:
 
 
 def engine_of(training: Training, **settings: Any) -> Any:
-    """``settings`` are further keys of its configuration."""
     stages, dtype = min(2, dist.get_world_size()) // training.tensor, training.model.dtype
     keys = {"pipeline": {"use_reentrant": False}, **KEYS[training.engine], **settings}
     blocks, pipeline = keys.pop("token_pipeline", None), build(training.model, tensor=training.tensor, stages=stages)
@@ -307,7 +306,6 @@ one, two = launched(alone, 1, timeout=240), launched(together, 2, timeout=240)
 
 @pytest.mark.parametrize("name", TRAININGS)
 def test_it_trains_as_the_reference_in_one_process(one: Any, two: Any, name: str) -> None:
-    """Losses, gradients of the first step and weights at the end, in the shapes that it was to have."""
     training, wanted, got = TRAININGS[name], one[0][0][name], two[0][name]
     limit, stages = LIMITS[training.model.dtype], 2 // training.tensor
     assert got.losses == pytest.approx(wanted.losses, rel=limit) and len(set(got.losses)) == STEPS
