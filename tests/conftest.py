@@ -56,7 +56,6 @@ def _launches_of(item: pytest.Item) -> list[Launch]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the launches that the selected tests will ask for."""
     if session.config.option.collectonly:
         return
     gc.collect()

@@ -131,7 +131,6 @@ ELASTIC = {"elastic_pipeline": {"resize": {"policy": "off"}}}
 
 
 def refused(model: Any, keys: dict[str, Any]) -> str:
-    """The error of ``deepspeed.initialize`` with the hook."""
     ds_terapipe.register()
     ours = {} if "elastic_pipeline" in keys or "token_pipline" in keys else {"token_pipeline": {"slices": 2}}
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **ours, **keys}

@@ -25,7 +25,6 @@ from tests.spawn import launched
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """One process with megatron-core's groups."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     initialize_parallel()
     yield
