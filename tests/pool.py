@@ -54,7 +54,6 @@ class Launch:
         return self._claimed.acquire(blocking=False)
 
     def run(self) -> None:
-        """Run it in this thread."""
         begin = time.monotonic()
         try:
             self._done.set_result(self._run())
@@ -78,13 +77,11 @@ class Pool:
         self._queue: deque[Launch] = deque()
 
     def submit(self, launches: list[Launch]) -> None:
-        """Run these, in this order."""
         self.launches += launches
         self._queue.extend(launches)
         threading.Thread(target=self._dispatch, name="launches", daemon=True).start()
 
     def stop(self) -> None:
-        """Begin no more."""
         self._queue.clear()
 
     def _dispatch(self) -> None:

@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import io
 import re
+import runpy
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import metadata
@@ -18,43 +20,50 @@ import deepspeed
 from deepspeed.launcher import runner
 from torch.distributed import run
 
-from .documents import ROOT, Command
-
-# Programs of other repositories, and so not here: of their arguments, those that DeepSpeed adds are checked.
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "ds_terapipe"
+ASSIGNMENT = re.compile(r"[A-Z][A-Z_0-9]*=\S*")
+# Programs of other repositories, which two pages are about: of their arguments, those that DeepSpeed adds are checked.
+MEGATRON_DEEPSPEED, MEGATRON_LM = "docs/how-to/megatron_deepspeed.md", "docs/how-to/from_megatron_lm.md"
 ELSEWHERE = ("pretrain_gpt.py", "pretrain_bert.py")
-DEEPSPEEDS = ("--deepspeed", "--deepspeed_config")
 
 
-class Rejected(AssertionError):
-    """The command would fail, and why."""
+def commands(shell: str) -> list[list[str]]:
+    """The words of each command of a piece of shell: one a line, or joined by ``&&``; comments are left out."""
+    found = []
+    for line in shell.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            found.append(words[:end])
+            words = words[end + 1 :]
+    return found
 
 
-def check(command: Command) -> str:
-    """The kind of a command that its program would take. Raises Rejected where it would not."""
-    for setting in command.settings:
-        check_setting(setting)
-    if not command.words:
-        return "setting"
-    program, *arguments = command.words
+def check(command: Sequence[str]) -> str:
+    """The kind of a command that its program would take. Raises AssertionError where it would not."""
+    if ASSIGNMENT.fullmatch(command[0]):
+        check_setting(command[0])
+        return check(command[1:]) if command[1:] else "setting"
+    program, *arguments = command
     kinds = {
         "make": _make, "pip": _pip, **dict.fromkeys(("python", "python3"), _python),
         "ds_terapipe": lambda words: _ours("ds_terapipe.cli", words),
         "deepspeed": lambda words: _launch(runner.parse_args, words, "user_script", "user_args"),
         "torchrun": lambda words: _launch(run.parse_args, words, "training_script", "training_script_args"),
     }  # fmt: skip
-    if program not in kinds and not program.endswith(".py"):
-        raise Rejected(f"no such program: {program}")
+    assert program in kinds or program.endswith(".py"), f"no such program: {program}"
     return kinds.get(program, lambda words: _script(program, words))(arguments) or program
 
 
 def check_setting(setting: str) -> None:
-    """Raise Rejected unless this repository reads a variable, or torch or DeepSpeed where they look for it."""
+    """Raise AssertionError unless this repository reads a variable, or torch or DeepSpeed where they look for it."""
     name = setting.partition("=")[0]
     readers = [ROOT / "setup.py", *(ROOT / "ds_terapipe").rglob("*.py"), *(ROOT / "configs").glob("*.sh")]
     for module in ("torch", "deepspeed.accelerator.real_accelerator"):
         readers.append(Path(importlib.util.find_spec(module).origin))
-    if not any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers):
-        raise Rejected(f"no program reads the variable {name}")
+    found = any(re.search(rf"\b{name}\b", path.read_text(encoding="utf-8")) for path in readers)
+    assert found, f"no program reads the variable {name}"
 
 
 def _make(arguments: Sequence[str]) -> None:
@@ -62,22 +71,17 @@ def _make(arguments: Sequence[str]) -> None:
     for argument in arguments:
         name, given, _ = argument.partition("=")
         pattern = rf"^{name} \?=" if given else rf"^{name}:.*\n\t"
-        if not re.search(pattern, makefile, re.MULTILINE):
-            raise Rejected(f"make: the Makefile has no {'setting' if given else 'target'} {name}")
+        assert re.search(pattern, makefile, re.MULTILINE), f"the Makefile has no {'setting' if given else 'target'} {name}"
 
 
 def _pip(arguments: Sequence[str]) -> None:
-    if arguments[0] != "install":
-        raise Rejected(f"pip: only install is known here, not {arguments[0]}")
-    wanted = [word for word in arguments[1:] if not word.startswith("-")]
     pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower()
-    extras = metadata("ds_terapipe").get_all("Provides-Extra")
-    for name in wanted:
-        here = re.fullmatch(r"(?:\.|ds_terapipe)(?:\[([\w,]+)\])?", name)
-        if here and set((here[1] or extras[0]).split(",")) - set(extras):
-            raise Rejected(f"pip: {name} names an extra that is none of {extras}")
-        if not here and f"\n{name.lower()}==" not in pinned:
-            raise Rejected(f"pip: {name} is not in constraints.txt")
+    extras = {"", *metadata("ds_terapipe").get_all("Provides-Extra")}
+    assert arguments[0] == "install", f"pip: only install is known here, not {arguments[0]}"
+    for name in (word for word in arguments[1:] if not word.startswith("-")):
+        package, _, wanted = name.removesuffix("]").partition("[")
+        known = extras >= set(wanted.split(",")) if package in (".", "ds_terapipe") else f"\n{name.lower()}==" in pinned
+        assert known, f"pip: {name} is not in constraints.txt, or names an extra that is none of {extras}"
 
 
 def _python(arguments: Sequence[str]) -> str:
@@ -90,11 +94,10 @@ def _python(arguments: Sequence[str]) -> str:
 def _script(name: str, arguments: Sequence[str]) -> str:
     if name in ELSEWHERE:
         parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
-        _accept(parser, [word for word in arguments if word in DEEPSPEEDS or word.endswith("ds_config.json")])
+        _accept(parser, [word for word in arguments if word.startswith("--deepspeed") or word.endswith("ds_config.json")])
         return "elsewhere"
     path = ROOT / name
-    if not path.is_file():
-        raise Rejected(f"there is no {name}")
+    assert path.is_file(), f"there is no {name}"
     if arguments or "add_argument" in path.read_text(encoding="utf-8"):
         _accept(_parser(name), arguments)
     return "script"
@@ -107,20 +110,15 @@ def _launch(parse: Callable[[list[str]], Any], arguments: Sequence[str], script:
 
 
 def _ours(module: str, arguments: Sequence[str]) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise Rejected(f"there is no module {module}")
+    assert importlib.util.find_spec(module), f"there is no module {module}"
     _accept(_parser(module), arguments)
 
 
 @functools.cache
 def _parser(program: str) -> argparse.ArgumentParser:
     """The parser that the ``main`` of a module, or a script of the repository, is about to use."""
-    if program.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(f"_shown_{Path(program).stem}", ROOT / program)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(program)
+    script = program.endswith(".py")
+    main = runpy.run_path(str(ROOT / program))["main"] if script else importlib.import_module(program).main
     found: list[argparse.ArgumentParser] = []
 
     def catch(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +130,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
         mock.patch.object(sys, "argv", [program]),
         contextlib.suppress(KeyboardInterrupt),
     ):
-        module.main()
+        main()
     return found[0]
 
 
@@ -158,7 +156,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _error(parser: argparse.ArgumentParser, message: str) -> None:
-    raise Rejected(f"{parser.prog}: {message}")
+    raise AssertionError(f"{parser.prog}: {message}")
 
 
 @contextlib.contextmanager
@@ -171,4 +169,4 @@ def _strictly() -> Iterator[None]:
             yield
     except SystemExit as end:
         if end.code not in (0, None):
-            raise Rejected(said.getvalue().strip() or f"exit status {end.code}") from None
+            raise AssertionError(said.getvalue().strip() or f"exit status {end.code}") from None

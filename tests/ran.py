@@ -25,12 +25,7 @@ class Ran:
         self._engine = engine
         self.cut: Counter[tuple[int, int, int, int]] = Counter()
 
-    def note(self, context: SliceContext) -> None:
-        """A call of attention that is cut."""
-        if not context._recomputing and not context.span.is_whole:
-            self.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
-
-    def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None, training: bool = True) -> None:
+    def check(self, lengths: Sequence[Sequence[int]], layers: int | None = None) -> None:
         """Assert that the last step ran slices of these lengths, by micro-batch, and all of them in so many layers' attention.
 
         A layer calls attention once; with ``layers`` None as often as it likes, but for every slice equally often.
@@ -40,7 +35,7 @@ class Ran:
         assert slices == wanted, f"ran slices of {slices} tokens, not {wanted}"
         units = sum(map(len, wanted))
         stages = self._engine._runtime.stages.values()
-        forward, back = units * len(stages), units * sum(stage.trains for stage in stages) * training
+        forward, back = units * len(stages), units * sum(stage.trains for stage in stages)
         assert counts == (forward, back), f"ran {counts} units, not {(forward, back)}"
         cut = [(m, micro_batch) for m, micro_batch in enumerate(wanted) if len(micro_batch) > 1]
         spans = [(m, sum(each[:index]), sum(each[: index + 1])) for m, each in cut for index in range(len(each))]
@@ -60,7 +55,8 @@ def watched(engine: Any) -> Iterator[Ran]:
 
     def noting(attention: Any) -> Any:
         def noted(context: SliceContext, *args: Any, **kwargs: Any) -> Any:
-            ran.note(context)
+            if not context._recomputing and not context.span.is_whole:
+                ran.cut[context.layer, context.micro_batch, context.span.start, context.span.stop] += 1
             return attention(context, *args, **kwargs)
 
         return noted

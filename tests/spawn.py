@@ -58,8 +58,6 @@ _ASKING = {name: threading.Lock() for name in SERVERS}
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended."""
-
     rank: int
     code: int | None  # negative for a signal; None for one that was still there and had to be killed
     output: str  # stdout and stderr
@@ -132,13 +130,9 @@ def values_of(function: Function, world_size: int, *args: Any, timeout: float = 
 def launched(function: Any, world_size: int, *args: Any, timeout: float = 120.0, folder: bool = False, **options: Any) -> Any:
     """A fixture of a module: what :func:`run_ranks` returns. The launch begins when collection is over (``tests/pool.py``).
 
-    Args:
-        function, world_size, *args, **options: as for :func:`run_ranks`; or several functions, of which each rank returns
-            a list of results.
-        timeout: counts from the launch's own beginning.
-        folder: whether ``function`` gets an empty folder as one more argument; it is gone when the launch is over.
+    Of several functions each rank returns a list of results. The timeout counts from the launch's own beginning. With ``folder``
+    the functions get an empty folder as one more argument, which is gone when the launch is over.
     """
-
     first, work = (function, function) if callable(function) else (function[0], functools.partial(_each, function))
 
     def run() -> list[Any]:

@@ -146,17 +146,11 @@ def test_every_distinct_rank_is_built_once_and_the_length_is_that_of_the_data(ow
 
 
 @pytest.mark.full
-def test_sizes_stand_for_a_script_and_a_plan_that_does_not_fit_is_an_error(tmp_path, capsys):
-    config, small = tmp_path / "ds_config.json", tmp_path / "small.json"
-    config.write_text(json.dumps(settings()))
+def test_sizes_stand_for_a_script(tmp_path, capsys):
+    config = written(tmp_path / "ds_config.json", settings())
     checked = stages(capsys, "--world", 2, "--ds-config", config, "--model", "gpt3-1b", "--stages", 2)
     of_stage = 12 * (12 * 2048**2 + 13 * 2048) + 51200 * 2048
     assert [stage["parameters"] for stage in checked] == [of_stage + 2048 * 2048, of_stage + 2 * 2048]
-    config.write_text(json.dumps(settings(token_pipeline={"slices": "auto"}, train_micro_batch_size_per_gpu=1)))
-    rates = ["peak_tflops", "memory_gb_per_s", "link_gb_per_s", "slowest_link_gb_per_s", "node_gb_per_s"]
-    small.write_text(json.dumps({**dict.fromkeys(rates, 100), "devices_per_node": 4, "memory_gb": 0.01}))
-    arguments = ["--world", 12, "--ds-config", config, "--cluster", small, "--", "train.py", *GPT]
-    assert "memory_gb: got 0.01, must be at least" in error(capsys, *arguments)
 
 
 def test_megatron_model_with_a_plan_from_its_sizes(tmp_path, capsys, monkeypatch):

@@ -26,7 +26,6 @@ def measured(tmp_path):
 
 @pytest.fixture
 def model(tmp_path):
-    """Arguments: a model of eight layers."""
     config = written(tmp_path / "ds_config.json", SIZES)
     return ["plan", "--model", written(tmp_path / "model.json", MODEL), "--ds-config", config]
 
@@ -98,7 +97,7 @@ def test_bytes_of_the_models_entries(capsys, model, tmp_path, own):
         assert table["shapes"][0]["peak_bytes"] == (2 + each) * weights - each * head + 4 * kept + logits
 
 
-def test_what_does_not_fit_is_not_taken(capsys, model):
+def test_what_does_not_fit_is_not_taken(tmp_path, capsys, model):
     arguments = [*model, "--stages", 4, "--seq-length", 512, "--frozen", "4,8"]
     tables = figures(capsys, *arguments)["frozen"]
     assert [(table["frozen_layers"], table["taken"]["stages"]) for table in tables] == [(4, 1), (8, 1)]
@@ -108,15 +107,11 @@ def test_what_does_not_fit_is_not_taken(capsys, model):
     one, two, _ = data["frozen"][0]["shapes"]
     assert (one["fits"], two["fits"]) == (False, True) and data["frozen"][0]["taken"] == two
     assert data["frozen"][1]["taken"]["stages"] == 1  # less trains, so it fits
-
-
-def test_the_configuration_says_what_a_rank_may_hold(tmp_path, capsys, model):
-    arguments = [*model, "--ds-config", tmp_path / "config.json", "--stages", 2, "--frozen", 3]
-    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": 1.9}}})
-    assert figures(capsys, *arguments)["memory_limit_bytes"] == 1.9e9
-    assert figures(capsys, *arguments, "--memory-gb", 3)["memory_limit_bytes"] == 3e9
-    written(arguments[-5], {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": -1}}})
-    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *arguments)
+    config = written(tmp_path / "config.json", {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": 1.9}}})
+    for more, most in (([], 1.9e9), (["--memory-gb", 3], 3e9)):
+        assert figures(capsys, *arguments, "--ds-config", config, *more)["memory_limit_bytes"] == most
+    written(config, {**SIZES, "elastic_pipeline": {"resize": {"memory_gb": -1}}})
+    assert "config.json: elastic_pipeline.resize.memory_gb: got -1" in fails(capsys, *arguments, "--ds-config", config)
 
 
 @pytest.mark.parametrize(("change", "arguments", "message"), [

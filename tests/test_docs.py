@@ -1,63 +1,62 @@
-"""README.md and docs/*.md show code that runs as it stands there: imports, Python, JSON, and tables of keys.
+"""README.md and docs/*.md show code that runs as it stands there, and name things that are there.
 
 Every fenced block and every span of code has to be of a known kind. A new block of a new kind fails here until its kind is added.
 """
 
+import ast
 import functools
 import importlib
+import itertools
 import json
+import pydoc
+import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import ds_terapipe
-from ds_terapipe import autoload, config
+from ds_terapipe import autoload, cli, config
 from ds_terapipe.commands.schema import lamb_keys
 from ds_terapipe.elastic import settings as elastic
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.schedule import Action, Op
 
-from .shown import BROKEN_IMPORTS, MEGATRON_DEEPSPEED, at, block_kind, blocks, is_json, shown, sources, span_kind, spans
+from .programs import MEGATRON_DEEPSPEED, MEGATRON_LM, PACKAGE, ROOT, check, commands
+from .shown import BROKEN_IMPORTS, at, blocks, documents, is_json, shown, sources, spans
 from .spawn import run_ranks, run_script
 
 ENGINES = {"elastic_pipeline": "ElasticPipelineEngine", "token_pipeline": "TokenPipelineEngine"}
 _WITH_KEYS = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config")
-HOOK = "import torch\ntorch._import_device_backends()\n"
 
 
 def test_everything_is_of_a_known_kind() -> None:
-    assert set(map(block_kind, shown().blocks)) == {"json", "python", "shell", "output", "picture"}
-    kinds = {"place", "theirs", "import", "command", "option", "json", "action", "file", "name"}
-    assert set(map(span_kind, shown().spans)) == kinds
+    of_spans = {"place", "theirs", "import", "command", "option", "json", "action", "file", "name"}
+    assert [set(kinds) for kinds in shown()[:2]] == [{"json", "python", "shell", "output", "picture"}, of_spans]
 
 
-def test_imports_are_executed(tmp_path: Path) -> None:
+def test_imports_are_executed() -> None:
     """Statements as they stand, and one for each ``ds_terapipe.<name>`` that the text shows."""
-    statements = {span.text: span for span in spans("import")}
-    for span in spans("name"):
-        if span.text.startswith("ds_terapipe."):
-            module, _, name = span.text.partition("(")[0].rpartition(".")
-            statements.setdefault(f"from {module} import {name}", span)
+    statements = {span.text: span.document for span in spans("import")}
     assert "from ds_terapipe import FusedLamb" in statements
-    broken = [text for text in BROKEN_IMPORTS if statements[text].document == MEGATRON_DEEPSPEED]
-    assert len(broken) == len(BROKEN_IMPORTS)
-    program = f"""
-failed = {{}}
-for statement in {list(statements)!r}:
-    try:
-        exec(statement, {{}})
-    except ImportError as error:
-        failed[statement] = str(error)
-assert set(failed) == set({broken!r}), failed
-"""
-    end = run_script(HOOK + program, tmp_path)
-    assert end.code == 0, end.output[-3000:]
+    assert {statements[text] for text in BROKEN_IMPORTS} == {MEGATRON_DEEPSPEED}
+    for name in (span.text.partition("(")[0] for span in spans("name") if span.text.startswith("ds_terapipe.")):
+        statements["from {} import {}".format(*name.rsplit(".", 1))] = name
+    failed = set()
+    for statement in statements:
+        try:
+            exec(statement, {})
+        except ImportError:
+            failed.add(statement)
+    assert failed == set(BROKEN_IMPORTS)
 
 
 def test_python_blocks_run(tmp_path: Path) -> None:
     for block in blocks("python"):
-        end = run_script(HOOK + block.text, tmp_path)
+        end = run_script("import torch\ntorch._import_device_backends()\n" + block.text, tmp_path)
         assert end.code == 0, f"{block.where}\n{end.output[-3000:]}"
 
 
@@ -106,10 +105,10 @@ def test_json_blocks_train() -> None:
             settings.append({**({} if any("batch" in key for key in keys) else {"train_batch_size": 2}), **keys})
     assert all(any(key in each for each in settings) for key in (*ENGINES, "optimizer"))
     (seen,) = run_ranks(train_on, 1, settings)
-    for block, keys, (kinds, loss) in zip(blocks("json"), settings, seen, strict=True):
+    for block, keys, (built, loss) in zip(blocks("json"), settings, seen, strict=True):
         engine = next((kind for key, kind in ENGINES.items() if key in keys), "PipelineEngine")
         types = [keys.get(key, {"type": o})["type"] for key, o in (("optimizer", "SGD"), ("scheduler", "NoneType"))]
-        assert kinds == [engine, *types] and 0 < loss < 10, block.where
+        assert built == [engine, *types] and 0 < loss < 10, block.where
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +118,6 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def test_json_in_the_text() -> None:
-    """Values, and ``"key": value`` of any block."""
     pairs = 0
     for span in spans("json"):
         with at(span):
@@ -139,3 +137,106 @@ def test_json_in_the_text() -> None:
             else:
                 config.parse({"token_pipeline": pair})
     assert pairs >= 3
+
+
+def test_commands_are_accepted() -> None:
+    found = set()
+    for piece in [*blocks("shell"), *spans("command")]:
+        with at(piece):
+            assert commands(piece.text), "no command"
+            found.update(map(check, commands(piece.text)))
+    assert found >= {"make", "pip", "ds_terapipe", "python -m", "script", "elsewhere", "setting"}
+
+
+@pytest.mark.parametrize(("script", "of", "pattern"), [("draw_pictures", "pictures", "*.svg"), ("make_reference", "pages", "")])
+def test_files_of_the_docs_are_what_their_script_writes(script: str, of: str, pattern: str) -> None:
+    """And there is no picture that a script does not draw."""
+    made = runpy.run_path(str(ROOT / "docs" / f"{script}.py"))
+    folder, texts = made["FOLDER"], made[of]()
+    assert texts == {name: (folder / name).read_text(encoding="utf-8") for name in texts}
+    assert not pattern or {path.name for path in (ROOT / "docs").rglob(pattern)} == set(texts)
+
+
+def test_every_page_is_in_the_navigation_and_every_public_name_in_its_page() -> None:
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(f"docs/{name}" for name in named) == documents()[1:]
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    for module, _, name in (name.rpartition(".") for name in names):
+        assert hasattr(importlib.import_module(module), name), name
+    assert {f"ds_terapipe.{module}.{name}" for name, module in ds_terapipe._PUBLIC.items()} <= set(names)
+
+
+def test_the_table_of_shapes_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [span.text for span in spans("command") if "--frozen" in span.text and "freezing.md" in span.document]
+    ((_, *words),) = [each for command in found for each in commands(command)]
+    assert cli.main(words) == 0
+    (block,) = [block for block in blocks("output") if block.text.startswith("16 of 24 layers frozen:")]
+    assert block.text.strip() in capsys.readouterr().out
+
+
+def test_names() -> None:
+    """Of torch and other packages they are there; of ours they are words of the sources."""
+    short = {"nn": "torch.nn", "F": "torch.nn.functional"}
+    words = {"self", *re.findall(r"\w+", sources()), *(path.stem for path in PACKAGE.rglob("*"))}
+    for span in spans("name"):
+        dotted = span.text.partition("(")[0]
+        first, *rest = dotted.split(".")
+        if rest and first in ("ds_terapipe", "torch", "deepspeed", "megatron", *short):
+            assert pydoc.locate(".".join([short.get(first, first), *rest])) is not None, span.where
+        else:
+            assert set(re.findall(r"\w+", dotted)) <= words, span.where
+    files = {path.name for path in PACKAGE.rglob("*.py")}
+    for block in blocks("picture"):
+        assert set(re.findall(r"\b[A-Z]\w+|\w+\.py", block.text)) <= words | files, block.where
+
+
+def test_options_files_and_actions() -> None:
+    """Options are of some program, files of the repository, the package or the sources in C++, actions the schedule's text."""
+    for span in spans("option"):
+        found = [f'"{option}"' for option in re.findall(r"--[\w-]+", span.text)]
+        theirs = span.document in (MEGATRON_DEEPSPEED, MEGATRON_LM)
+        assert found and (theirs or all(each in sources() for each in found)), span.where
+    for span in spans("file"):
+        name = span.text.rstrip("/")
+        assert any(itertools.chain(ROOT.glob(name), PACKAGE.rglob(name), (ROOT / "csrc").rglob(name))), span.where
+    for span in spans("action"):
+        with at(span):
+            assert span.text in [op.value for op in Op] or str(Action.from_text(span.text)) == span.text
+
+
+def test_links() -> None:
+    near = [link for link in shown()[2] if not re.match(r"https?://", link.text)]
+    assert near and len(near) < len(shown()[2])
+    for link in near:
+        target, _, anchor = link.text.partition("#")
+        path = (ROOT / link.document).parent / target if target else ROOT / link.document
+        assert path.exists(), link.where
+        text = path.read_text(encoding="utf-8") if anchor else ""
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        anchors += re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+        assert not anchor or anchor in anchors, link.where
+
+
+BANNED = re.compile(r"\b(?i:nobody|whoever|lest|anew)\b|(?:^|(?<=[.:;|] ))What (?!is |does |do |are |to |can |about )[a-z]", re.M)
+
+
+@pytest.mark.parametrize("name", documents())
+def test_a_page_is_short_and_plain(name: str) -> None:
+    """Paragraphs have five lines of 100 characters, sentences 25 words; the reference may be long."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not (found := BANNED.search(text)), f"{found}"
+    assert name.startswith("docs/reference/") or len(text.encode()) <= 12_000
+    if name.startswith(("docs/tutorials/", "docs/how-to/", "docs/explanation/")):
+        parts = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE))
+        parts = [" ".join(part.split()) for part in parts if not part.lstrip().startswith("|")]
+        assert not (long := [part for part in parts if len(part) > 500]), long[0]
+        sentences = [each for part in parts for each in re.split(r"(?<=[.!?:])\*{0,2} ", re.sub(r"`[^`]*`", "code", part))]
+        assert not (long := [each for each in sentences if len(each.split()) > 25]), long[0]
+
+
+def test_docstrings_begin_with_their_noun_or_verb() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+                assert not re.match(r"What |As `", text) and not BANNED.search(text), f"{path}: {text}"

@@ -1,16 +1,12 @@
-"""Tests notice what they are for: each known defect is found by its test, and parity tests see what a step ran."""
+"""Each known defect is found by the test that it names."""
 
 import re
 import shlex
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from ds_terapipe.pipeline.slicing import Span
 from tests.mutation.known import Known, known
 from tests.mutation.runs import ROOT, run_tests
-from tests.ran import Ran, lengths_of
 
 
 def test_known_defects_are_of_this_package() -> None:
@@ -36,37 +32,3 @@ def test_known_defects_are_of_this_package() -> None:
 def test_a_known_defect_is_found(defect: Known) -> None:
     code, text = run_tests(shlex.split(defect.test), {"MUTANT": f"known:{defect.name}"}, 600.0)
     assert code == 1, f"exit status {code} where a test must fail\n{text[-2000:]}"
-
-
-CUT, WHOLE = ((3, 1, 4), (3, 1, 4)), ((8,), (8,))
-UNCUT = {"slices": WHOLE, "units": (2, 2)}
-
-
-def ran(slices: Any = CUT, units: Any = (6, 6), layers: Any = (1, 2), often: int = 1, missing: Any = ()) -> Ran:
-    """Of two micro-batches, with the calls of attention that go with it; ``missing`` are (layer, micro-batch, start)."""
-    runtime = SimpleNamespace(stages={1: SimpleNamespace(trains=True)})
-    watched = Ran(SimpleNamespace(slices_run=slices, units_run=units, _runtime=runtime))
-    calls = [(layer, m, *each) for layer in layers for m in (0, 1) for each in ((0, 3), (3, 1), (4, 4))]
-    for layer, m, start, length in calls:
-        where = {"layer": layer, "micro_batch": m, "span": Span(start, start + length, 8), "_recomputing": False}
-        for _ in range(0 if (layer, m, start) in missing else often):
-            watched.note(SimpleNamespace(**where))
-    return watched
-
-
-def test_a_step_that_ran_as_it_must_passes() -> None:
-    ran().check(CUT, 2)
-    ran(often=2).check(CUT)
-    ran(units=(6, 0)).check(CUT, 2, training=False)
-    ran(**UNCUT, layers=()).check(WHOLE, 2)
-    assert lengths_of(24, 5) == (5, 5, 5, 5, 4) and lengths_of(4, [3, 1]) == (3, 1)
-
-
-@pytest.mark.parametrize(("step", "wanted", "text"), [
-    ({**UNCUT, "layers": ()}, (CUT, 2), "ran slices of"), ({"units": (6, 5)}, (CUT, 2), r"ran \(6, 5\) units"),
-    ({"layers": (1,)}, (CUT, 2), r"layers \[1\], not of 2"), ({"often": 2}, (CUT, 2), "layer 1 called"),
-    ({"often": 2, "missing": [(2, 0, 0)]}, (CUT,), "layer 2 called"), (UNCUT, (WHOLE, 2), r"layers \[1, 2\], not of 2"),
-])  # fmt: skip
-def test_any_other_step_fails(step: dict[str, Any], wanted: tuple[Any, ...], text: str) -> None:
-    with pytest.raises(AssertionError, match=text):
-        ran(**step).check(*wanted)

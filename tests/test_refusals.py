@@ -32,17 +32,14 @@ from tests.pipeline.training import raised
 from tests.spawn import launched
 
 LAMB = {"type": "FusedLamb", "params": {"lr": 1e-3}}
-RAMP = {"reference_lr": 1e-3, "reference_batch_size": 8, "total_steps": 10**300, "warmup_steps": 0}
 MIXED = {"phases": [{"steps": 10, "batch_size": 8, "seq_length": 16, "lr": 1e-3, "warmup_steps": 0}]}
 LTD = {"enabled": True, "data_routing": {"enabled": True, "random_ltd": {"enabled": True}}}
 
 # configuration, how the message begins, what else is in it
 CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage: got 2, must be 0 or 1", "use 1"),
-    (
-        {"zero_optimization": {"stage": 1, "round_robin_gradients": True}, "token_pipeline": {"stages_per_place": 2}},
-        "zero_optimization.round_robin_gradients: got true, must be false where layers are placed or may move", "use false",
-    ),
+    ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}, "token_pipeline": {"stages_per_place": 2}},
+     "zero_optimization.round_robin_gradients: got true, must be false where layers are placed or may move", "use false"),
     ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage: got "2", must be a number', "use 0 or 1"),
     ({"sequence_parallel_size": 2}, "sequence_parallel_size: got 2, must be 1", "use 1"),
     ({"data_efficiency": LTD}, "data_efficiency.data_routing.random_ltd.enabled: got true, must be false", "use false"),
@@ -56,35 +53,21 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"token_pipeline": {"slices": -3}}, "token_pipeline.slices: got -3", "use e.g. 8"),
     ({"token_pipline": {"slices": 2}}, "token_pipline: unknown key", 'use "token_pipeline"'),
     ({"optimizer": ["AdamW"]}, 'optimizer: got ["AdamW"], must be a block of keys', "use e.g. {"),
-    (
-        {"scheduler": {"type": "LambWarmup", "params": RAMP}, "optimizer": LAMB},
-        "scheduler.params.total_steps: got 1000", "at most 9007199254740992",
-    ),
     ({"gradient_clipping": "1"}, 'gradient_clipping: got "1", must be a number', "0 for none"),
-    (
-        {"zero_optimization": {"stage": 1, "reduce_bucket_size": "all"}},
-        'zero_optimization.reduce_bucket_size: got "all", must be what DeepSpeed reads (Input should be', "leave it out",
-    ),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "all"}},
+     'zero_optimization.reduce_bucket_size: got "all", must be what DeepSpeed reads (Input should be', "leave it out"),
     ({"seed": [1, {"a": 10**400}]}, "seed[1].a: got 1000", "use a smaller one"),  # which only rank 0 prints
-    (
-        {"communication_data_type": "\ud800"},  # half a letter
-        'communication_data_type: got "\\ud800", must be what DeepSpeed reads',
-        "Got: \\ud800), use another value, or leave it out",
-    ),
-    (
-        {"train_batch_size": 8, "gradient_accumulation_steps": 3},
-        "train_batch_size: got 8, must be what DeepSpeed reads (Check batch related parameters.",
-        "8 != 1 * 3 * 1), use another value, or leave it out",
-    ),
-    (
-        {"scheduler": {"type": "MixedBatch", "params": MIXED}, "optimizer": LAMB, "gradient_accumulation_steps": 3},
-        "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
-        "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8",
-    ),
-    (
-        {"elastic_pipeline": {"resize": {"policy": "halved"}}},
-        'elastic_pipeline.resize.policy: got "halved", must be', 'use "halve"',
-    ),
+    ({"communication_data_type": "\ud800"},  # half a letter
+     'communication_data_type: got "\\ud800", must be what DeepSpeed reads',
+     "Got: \\ud800), use another value, or leave it out"),
+    ({"train_batch_size": 8, "gradient_accumulation_steps": 3},
+     "train_batch_size: got 8, must be what DeepSpeed reads (Check batch related parameters.",
+     "8 != 1 * 3 * 1), use another value, or leave it out"),
+    ({"scheduler": {"type": "MixedBatch", "params": MIXED}, "optimizer": LAMB, "gradient_accumulation_steps": 3},
+     "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
+     "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8"),
+    ({"elastic_pipeline": {"resize": {"policy": "halved"}}},
+     'elastic_pipeline.resize.policy: got "halved", must be', 'use "halve"'),
 ]  # fmt: skip
 
 
@@ -98,12 +81,10 @@ class Plain(nn.Linear):
 
 
 def named(name: str) -> Any:
-    """A layer of Megatron-DeepSpeed's, by its name."""
     return type(name, (Plain,), {})()
 
 
 def changed(change: Any) -> Any:
-    """A plain layer that was changed."""
     change(layer := Plain())
     return layer
 
@@ -139,11 +120,9 @@ LAYERS = {
     "use_flash_attn": (lambda: Plain(use_flash_attn=True), "flash attention"),
     "FlashSelfAttention": (lambda: named("FlashSelfAttention"), "flash attention"),
     "Megatron-DeepSpeed rotary": (
-        lambda: of_megatron_deepspeed(use_rotary_position_embeddings=True, enable_zbh1_pipeline=False), "rotary positions"
-    ),
+        lambda: of_megatron_deepspeed(use_rotary_position_embeddings=True, enable_zbh1_pipeline=False), "rotary positions"),
     "Megatron-DeepSpeed zero bubble": (
-        lambda: of_megatron_deepspeed(enable_zbh1_pipeline=True), "keeps weight gradients back for a zero-bubble schedule"
-    ),
+        lambda: of_megatron_deepspeed(enable_zbh1_pipeline=True), "keeps weight gradients back for a zero-bubble schedule"),
     "bidirectional attention": (lambda: Plain(is_bidirectional=True), "attention that is not causal"),
 }  # fmt: skip
 FINE = {"num_experts": 1, "config": SimpleNamespace(sequence_parallel=False, context_parallel_size=1, use_flash_attn=False)}
@@ -152,7 +131,6 @@ ELASTIC = {"elastic_pipeline": {"resize": {"policy": "off"}}}
 
 
 def refused(model: Any, keys: dict[str, Any]) -> str:
-    """The error of ``deepspeed.initialize`` with the hook."""
     ds_terapipe.register()
     ours = {} if "elastic_pipeline" in keys or "token_pipline" in keys else {"token_pipeline": {"slices": 2}}
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, **ours, **keys}
@@ -241,16 +219,13 @@ def test_ordinary_layers_pass():
 
 
 def test_ordinary_configs_pass():
-    refusals.check_config({})
-    refusals.check_config({"zero_optimization": True})
-    refusals.check_config(
-        {
-            "zero_optimization": {"stage": 1}, "sequence_parallel_size": 1, "flops_profiler": {"enabled": False},
-            "wall_clock_breakdown": False, "compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 0},
-            "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": False}}},
-            "gradient_clipping": "auto",
-        }
-    )  # fmt: skip
+    ordinary = {
+        "zero_optimization": {"stage": 1}, "sequence_parallel_size": 1, "flops_profiler": {"enabled": False},
+        "wall_clock_breakdown": False, "compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 0},
+        "data_efficiency": {"enabled": False, "data_routing": {"random_ltd": {"enabled": False}}}, "gradient_clipping": "auto",
+    }  # fmt: skip
+    for config in ({}, {"zero_optimization": True}, ordinary):
+        refusals.check_config(config)
     for block in ("token_pipeline", "elastic_pipeline"):  # the block that the user wrote is named
         with pytest.raises(ConfigError, match=f"zero_optimization.stage: got 2, must be 0 or 1 beside {block} "):
             refusals.check_config({"zero_optimization": {"stage": 2}}, block)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,23 +50,22 @@ def test_it_shows_versions_the_hook_or_why_it_is_off_names_and_ops(capsys, tmp_p
     assert not found["on"] and "TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns it off" in found["problem"]
 
 
-@pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    return lock_in(tmp_path / "py311_cpu" / "deepspeed_shm_comm")
-
-
 def lock_in(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     return folder / "lock"
 
 
-STALE = "which no process of this machine holds: a launch was killed"
-HELD = "which another process holds while it compiles an extension"
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    return lock_in(tmp_path / "py311_cpu" / "deepspeed_shm_comm")
 
 
-@pytest.mark.parametrize(("holder", "said"), [(contextlib.nullcontext, STALE), (open, HELD)])
+@pytest.mark.parametrize(("holder", "said"), [
+    (contextlib.nullcontext, "which no process of this machine holds: a launch was killed"),
+    (open, "which another process holds while it compiles an extension"),
+])  # fmt: skip
 def test_a_wait_is_said_once_and_names_the_file(lock, monkeypatch, caplog, holder, said):
     def wait(baton: FileBaton) -> None:
         """Until both times for a word have come."""
@@ -139,15 +137,9 @@ sys.stdin.readline()
 NAME = f"{shared_memory.FOLDER}/deepspeed_allreduce_buffer_{os.getuid()}_test_{os.getpid()}"
 
 
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """The name of a buffer of this test's."""
+def test_a_buffer_of_dead_processes_is_listed_and_a_launch_that_failed_takes_its_name_away() -> None:
     path = Path(f"{NAME}_alone")
-    yield path
-    path.unlink(missing_ok=True)
 
-
-def test_a_buffer_of_dead_processes_is_listed_and_a_launch_that_failed_takes_its_name_away(path: Path) -> None:
     def maps(whose: str) -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-c", MAPS, path, whose], stdin=-1, stdout=-1, text=True)
 

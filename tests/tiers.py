@@ -4,7 +4,6 @@
 """
 
 import subprocess
-from collections.abc import Iterator
 from functools import cache
 from multiprocessing import forkserver
 from types import CodeType, FunctionType, ModuleType
@@ -30,21 +29,19 @@ def starts_processes(item: pytest.Item) -> bool:
 
 @cache
 def _starts(function: Any) -> bool:
-    return any(_is_starter(value) for value in _reached(function, set()))
-
-
-def _reached(function: Any, seen: set[int]) -> Iterator[Any]:
-    """All that a function of tests/ names, and the functions of tests/ among it."""
-    function = getattr(function, "__wrapped__", function)
-    if not isinstance(function, FunctionType) or id(function) in seen:
-        return
-    seen.add(id(function))
-    for name in _names(function.__code__):
-        value = function.__globals__.get(name)
+    """Whether it names a starter, or a function of tests/ does that it names."""
+    todo, seen = [function], set[int]()
+    while todo:
+        value = todo.pop()
         value = getattr(value, "__wrapped__", value)
-        yield value
-        if isinstance(value, FunctionType) and value.__module__.startswith("tests."):
-            yield from _reached(value, seen)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value is not function and _is_starter(value):
+            return True
+        if isinstance(value, FunctionType) and str(value.__module__).startswith("tests."):
+            todo += [value.__globals__.get(name) for name in _names(value.__code__)]
+    return False
 
 
 def _names(code: CodeType) -> set[str]:

@@ -16,7 +16,7 @@ from ds_terapipe import cli
 from ds_terapipe.elastic.shapes.history import History, StepShape, check_history, read_history
 from ds_terapipe.elastic.shapes.picture import shapes_svg, shapes_text
 from ds_terapipe.errors import ConfigError
-from tests.documents import ROOT
+from tests.programs import ROOT
 
 TWO = StepShape(2, 1, 1, 4, 0, (0, 5, 11))
 ONE = StepShape(1, 2, 1, 2, 5, (0, 11))

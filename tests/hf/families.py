@@ -51,7 +51,6 @@ FAMILIES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] 
 
 
 def config_of(family: str, **options: Any) -> transformers.PreTrainedConfig:
-    """The tiny configuration of a family."""
     kind, own = FAMILIES[family]
     return kind(**_SIZES | own | options)
 

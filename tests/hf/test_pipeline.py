@@ -12,7 +12,6 @@ import torch
 import ds_terapipe
 from ds_terapipe import hf
 from ds_terapipe.errors import ConfigError
-from ds_terapipe.hf.positions import Rotary
 from ds_terapipe.hf.record import names_of
 from ds_terapipe.hf.weights import Weights
 from tests.hf.families import SGD, compared, features, model_of, renamed, train_alone, train_in_pipeline, without_key_biases
@@ -24,7 +23,6 @@ STEPS, MICRO_BATCHES, TOLERANCE = 2, 2, 1e-5
 
 
 def batches_of(*kinds: str) -> list[list[dict[str, torch.Tensor]]]:
-    """Steps of a micro-batch of each kind."""
     return [[features(kind, 10 * step + m) for m, kind in enumerate(kinds)] for step in range(STEPS)]
 
 
@@ -75,20 +73,16 @@ def means_over_a_step() -> tuple[float, float, float]:
     return max(found), max(scalars), abs(train_alone(model, batches).losses[0] / expected.losses[0] - 1)
 
 
-def padded() -> tuple[int, list[str]]:
-    """Of a step of padded batches whose layers are recomputed: how often positions are worked out, and what the host reads."""
-    whole, made = Rotary._whole, []
-    Rotary._whole = lambda *args: (made.append(args), whole(*args))[1]
+def padded() -> list[str]:
+    """What the host reads in a step of padded batches whose layers are recomputed."""
     pipeline = hf.pipeline(model_of("llama"), num_stages=2, activation_checkpointing=True)
     engine = build_engine([], None, made=pipeline, token_pipeline={"slices": 4}, config=RECOMPUTED)
     step = [hf.batch(features) for features in batches_of("front", "front")[0]]
     engine.train_batch(iter(step))
-    made.clear()
     with host_reads() as reads:
         engine.train_batch(iter(step))
     engine.destroy()
-    Rotary._whole = whole
-    return len(made), reads
+    return reads
 
 
 def short(stages: int, slices: int) -> tuple[float, list[Any], float]:
@@ -129,8 +123,6 @@ ELASTIC = {"gpt2": ("plain", "model"), "qwen3": ("packed", "folder")}
 
 
 def alone(model: Any, names: list[dict[str, str]], steps: list[list[Any]]) -> Trace:
-    """The training of one process."""
-
     def freeze(step: int) -> None:
         entries = max((entries for first, entries in FREEZE if first <= step), default=0)
         frozen = tuple(name for entry in names[:entries] for name in entry.values())
@@ -189,8 +181,8 @@ def test_the_same_script_without_the_key_has_the_same_losses_and_the_mean_is_tha
         assert off <= TOLERANCE and scalars <= 1e-6 and apart > 1e-3, (off, scalars, apart)
 
 
-def test_positions_of_a_micro_batch_are_worked_out_once_and_no_host_waits(ranks: list[Any]) -> None:
-    assert [found[2] for found in ranks] == [(MICRO_BATCHES, [])] * 2
+def test_no_host_waits_for_positions(ranks: list[Any]) -> None:
+    assert [found[2] for found in ranks] == [[], []]
 
 
 def test_a_rank_without_an_optimizer_and_one_without_trained_weights_are_named(ranks: list[Any]) -> None:

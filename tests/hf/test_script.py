@@ -14,9 +14,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.documents import ROOT
 from tests.hf.families import model_of, train_alone
 from tests.pipeline.training import difference
+from tests.programs import ROOT
 from tests.spawn import run_to_exit
 
 SCRIPT = ROOT / "examples" / "finetune_llama.py"
@@ -49,7 +49,6 @@ def folder_of_a_model(folder: Path) -> Any:
 
 
 def run_scripts(rank: int, world: int, folder: Path) -> None:
-    """The script itself, with its arguments, once for each run."""
     torch.distributed.destroy_process_group = lambda *group: None  # the next run is in the same one
     for name, (_, length, *_) in CASES.items():
         os.chdir(folder / name)

@@ -234,16 +234,13 @@ def test_what_can_not_be_built_is_said_on_every_process(tmp_path: Path) -> None:
             assert wanted in said and "\n" not in said, said
 
 
-CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
-
-
 def write(rank: int, world: int, at: Path, victim: int, point: int) -> None:
     """Write the folders that are not there, from checkpoints or on two stages; a rank gets SIGKILL at a change of files."""
     left = [point if rank == victim else 0]
     save_file = hf_folder.save_file
 
     def happens(event: str, args: Any) -> None:
-        if event in CHANGES and str(args[0]).startswith(f"{at}/out/"):
+        if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(args[0]).startswith(f"{at}/out/"):
             left[0] -= 1
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Small GPTs, their batches, and their weights put together again from all processes."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,6 @@ VOCAB, SEQ, MICRO_BATCH, MICRO_BATCHES = 64, 16, 2, 2
 
 @dataclass(frozen=True)
 class Model:
-    """Which GPT to build."""
-
     position: str = "learned"
     tied: bool = True
     modern: bool = False  # grouped queries with norms, RMS norm, SwiGLU, no biases
@@ -24,28 +23,23 @@ class Model:
     sequence_parallel: bool = False
 
 
-def config(model: Model, tensor: int) -> Any:
-    """megatron-core's configuration of a GPT with 4 layers of 32."""
+def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
+    """The pipeline of a GPT with 4 layers of 32."""
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from ds_terapipe.megatron import gpt_pipeline
 
     modern = {
         "num_query_groups": 2, "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
         "add_bias_linear": False, "qk_layernorm": True,
     }  # fmt: skip
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=tensor, sequence_parallel=model.sequence_parallel and tensor > 1,
-        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32,
-        **(modern if model.modern else {}),
+        params_dtype=torch.float64 if model.dtype == torch.float64 else torch.float32, **(modern if model.modern else {}),
     )  # fmt: skip
-
-
-def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -> Any:
-    """The model's pipeline."""
-    from ds_terapipe.megatron import gpt_pipeline
-
     return gpt_pipeline(
-        config(model, tensor), vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
+        config, vocab_size=VOCAB, seq_length=SEQ, num_stages=stages, position_embedding=model.position,
         tied=model.tied, activation_checkpoint_interval=model.checkpoint_interval, **arguments,
     )  # fmt: skip
 
@@ -53,8 +47,7 @@ def build(model: Model, *, tensor: int = 1, stages: int = 1, **arguments: Any) -
 def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]:
     """Endless micro-batches, the same sequences for every layout, with holes in the loss mask."""
     generator = torch.Generator().manual_seed(seed)
-    number = 0
-    while True:
+    for number in itertools.count():
         text = torch.randint(0, VOCAB, (MICRO_BATCH, SEQ + 1), generator=generator)
         # as many tokens in each micro-batch, so that replicas weigh the same
         mask = torch.ones(MICRO_BATCH, SEQ)
@@ -62,7 +55,6 @@ def batches(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[Any]
         if number % replicas == replica:
             positions = torch.arange(SEQ).expand(MICRO_BATCH, SEQ).contiguous()
             yield (text[:, :-1].contiguous(), positions), (text[:, 1:].contiguous(), mask)
-        number += 1
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -74,10 +66,8 @@ def of_all_ranks(value: Any) -> list[Any]:
 def whole_tensors(
     pipeline: Any, of: Callable[[Any], torch.Tensor | None] = lambda p: p, unlike: set[str] | None = None
 ) -> dict[str, np.ndarray]:
-    """Every parameter of the model by name (or what ``of`` takes of it, such as its gradient, if it is not None), put together
-    from stages and tensor parallel parts, on every process.
-
-    In fp64, and as arrays: tensors do not outlive a process that puts them into a queue.
+    """Every parameter of the model by name, or what ``of`` takes of it if that is not None, put together from stages and tensor
+    parallel parts, on every process.
 
     Asserts on the way that what is held more than once is the same everywhere. With ``unlike``, names of tensors of which some
     bits differ go there instead, and the first copy counts.
@@ -107,15 +97,6 @@ def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tenso
         return parts[0]
     chunks = [part.chunk(stride, dim=dimension) for part in parts]
     return torch.cat([chunk[piece] for piece in range(stride) for chunk in chunks], dim=dimension)
-
-
-def exact_loss(engine: Any, mean: float) -> float:
-    """DeepSpeed rounds a loss to fp32 on its way to the other stages."""
-    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
-    losses = [loss for loss in of_all_ranks(mine) if loss is not None]
-    exact = sum(losses) / len(losses)
-    assert abs(exact - mean) <= 1e-6 * abs(exact)
-    return exact
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

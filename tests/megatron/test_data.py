@@ -55,13 +55,13 @@ def write(folder: Path, *options: str, text: str = SENTENCES) -> str:
     return prefix
 
 
-def write_images(folder: Path, classes: dict[str, int]) -> str:
-    """Images of one colour; the n-th of a class is of grey 10 n, its first pixel red."""
+def write_images(folder: Path, classes: dict[str, int], **colours: tuple[int, int, int]) -> str:
+    """Images of one colour, of the class or for the n-th grey 10 n; the first pixel is red."""
     images = pytest.importorskip("PIL.Image")
     for name, count in classes.items():
         (folder / name).mkdir(parents=True)
         for number in range(count):
-            image = images.new("RGB", (6, 4), (10 * number,) * 3)
+            image = images.new("RGB", (6, 4), colours.get(name, (10 * number,) * 3))
             image.putpixel((0, 0), (255, 0, 0))
             image.save(folder / name / f"{number}.png")
     return str(folder)
@@ -83,7 +83,6 @@ def counting(length: int) -> list[dict[str, torch.Tensor]]:
 
 
 def tokens(batches: BatchIterator, micro_batches: int) -> list[list[int]]:
-    """The samples of so many micro-batches."""
     return [next(batches)[0][0][:, 0].tolist() for _ in range(micro_batches)]
 
 

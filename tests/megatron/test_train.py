@@ -1,33 +1,30 @@
 """train.py from end to end: resumed, sliced, frozen and reshaped runs; folders and arguments that are errors of one line."""
 
-import importlib.util
 import json
 import logging
 import os
 import random
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 
-pytest.importorskip("PIL")
-
-from PIL import Image
-
 import ds_terapipe
 from ds_terapipe import cli
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron.layers import Rotary
-from tests.megatron.test_data import write as write_sentences
-from tests.spawn import free_port, in_background, launched, values_of
+from tests.megatron.test_data import write as write_sentences, write_images
+from tests.spawn import free_port, in_background, launched
 
+pytest.importorskip("PIL")
 ROOT = Path(__file__).parents[2]
 RUN = shlex.split("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --log-interval 1 --seed 5 --split 80,20,0")
 ON_TWO = [*RUN, "--train-iters", "6", "--pipeline-model-parallel-size", "2"]
@@ -63,7 +60,6 @@ def elastic(entries: int, *resize: list[int]) -> dict[str, Any]:
 
 
 def saved(folder: str, step: int) -> list[str]:
-    """Save after so many steps and end there."""
     return ["--save", folder, "--save-interval", str(step), "--exit-interval", str(step)]
 
 
@@ -104,13 +100,6 @@ class Ran(NamedTuple):
     said: list[str] = []
 
 
-def train_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train", ROOT / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def prepare(folder: Path) -> None:
     """Texts, sentences, images of two colours; and what is no checkpoint."""
     words, texts = random.Random(0), folder / "texts"
@@ -122,12 +111,7 @@ def prepare(folder: Path) -> None:
     assert cli.main(["prepare-data", *where]) == 0
     (folder / "sentences").mkdir()
     write_sentences(folder / "sentences", "--split-sentences")
-    for number, (name, colour) in enumerate({"blue": (0, 0, 255), "red": (255, 0, 0)}.items()):
-        (folder / "images" / name).mkdir(parents=True)
-        for place in range(10):
-            image = Image.new("RGB", (8, 8), colour)
-            image.putpixel((place % 8, number), (0, 255, 0))
-            image.save(folder / "images" / name / f"{place}.png")
+    write_images(folder / "images", {"blue": 10, "red": 10}, blue=(0, 0, 255), red=(255, 0, 0))
     (folder / "broken" / "global_step3").mkdir(parents=True)
     (folder / "broken" / "latest").write_text("global_step3")
     (folder / "broken" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"PK")
@@ -135,7 +119,6 @@ def prepare(folder: Path) -> None:
 
 
 def harm(name: str) -> None:
-    """Damage a checkpoint before a run."""
     if name == "uneven, resumed":  # as a job leaves it that is killed between two renames
         Path("uneven", "global_step3").rename("uneven/.global_step3.replaced")
     if name == "flipped":
@@ -150,7 +133,7 @@ def worker(rank: int, world: int, names: list[str], folder: str) -> dict[str, Ra
     os.chdir(folder)
     if rank == 0:
         prepare(Path(folder))
-    train, found = train_module(), {}
+    train, found = SimpleNamespace(**runpy.run_path(str(ROOT / "train.py"))), {}
     train.logger.setLevel("INFO")
     for name, (config, words) in ((name, RUNS[name]) for name in names):
         Path(f"{name} {rank}.json").write_text(json.dumps({"steps_per_print": 10**9, **config}))
@@ -218,10 +201,7 @@ def test_folders_that_cannot_be_used_are_errors_on_every_rank_before_the_first_s
 
 
 def test_a_run_that_leaves_the_pipeline_has_the_losses_of_one_that_stays(elastic_ranks: Ranks) -> None:
-    """And goes on from a checkpoint, with validation in between, and where its micro-batches get smaller.
-
-    A line of the log has the mean since the one before.
-    """
+    """And goes on from a checkpoint, with validation, and where micro-batches get smaller; a line has the mean of its steps."""
     runs = elastic_ranks[0]
     still, whole = runs["still"].losses, runs["moved"].losses
     assert list(whole) == [1, 2, 3, 4, 5, 6] and whole[6] < whole[1] - 0.5
@@ -269,7 +249,7 @@ REFUSED: list[tuple[list[str], str]] = [
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
     """Arguments as train.py reads them; of a word that is given twice, the later one."""
     monkeypatch.setattr(sys, "argv", ["train.py", *words, "--deepspeed_config", "none.json"])
-    return train_module().parse_arguments()
+    return runpy.run_path(str(ROOT / "train.py"))["parse_arguments"]()
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED)
@@ -296,21 +276,17 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
-def prepare_text(rank: int, world: int, text: str, prefix: str) -> int:
-    return cli.main(["prepare-data", "--input", text, "--output-prefix", prefix])
-
-
 def launch() -> subprocess.CompletedProcess[str]:
     """train.py by DeepSpeed's launcher with two tensor-parallel ranks, without DeepSpeed's op that takes minutes to compile."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     settings = {"env": environment, "capture_output": True, "text": True, "timeout": 280}
     parallel = "--tensor-model-parallel-size 2 --position-embedding-type rope --swiglu --normalization RMSNorm"
     with tempfile.TemporaryDirectory() as folder:
-        text, script = Path(folder, "a.txt"), Path(folder, "launched.py")
-        text.write_text("alpha beta gamma delta " * 2000)
+        script = Path(folder, "launched.py")
+        Path(folder, "a.txt").write_text("alpha beta gamma delta " * 2000)
         Path(folder, "config.json").write_text(json.dumps({"steps_per_print": 10**9, **SETTINGS, **SLICED}))
         script.write_text(WITHOUT_OP.format(train=str(ROOT / "train.py")))
-        values_of(prepare_text, 1, str(text), f"{folder}/corpus")
+        subprocess.run(shlex.split("ds_terapipe prepare-data --input a.txt --output-prefix corpus"), cwd=folder, **settings)
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port())]
         options = [*RUN, *GPT, *shlex.split(f"--train-iters 2 --split 1,0,0 {parallel} --deepspeed_config config.json")]
         return subprocess.run([*command, str(script), *options], cwd=folder, **settings)

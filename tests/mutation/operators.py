@@ -5,6 +5,7 @@ The standard library only: every interpreter that a test starts imports this bef
 
 import ast
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,6 @@ _UNORDERED = {"isinstance", "getattr", "hasattr", "setattr", "zip", "max", "min"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change."""
-
     index: int  # among all of its module
     line: int
     kind: str  # comparison, constant, arithmetic, negation, statement or arguments
@@ -42,18 +41,29 @@ def mutants_of(source: str) -> list[Mutant]:
 
 
 def mutated(source: str, index: int) -> ast.Module:
-    """The module with one of its mutants."""
     tree = ast.parse(source)
-    for number, (node, _, changed) in enumerate(_changes(tree)):
-        if number == index:
-            return ast.fix_missing_locations(_Replace(node, changed).visit(tree))
-    raise ValueError(f"there is no mutant {index}")
+    node, _, changed = next(itertools.islice(_changes(tree), index, None))
+    node.__class__, node.__dict__ = type(changed), {**vars(node), **vars(changed)}  # in place, whatever it is a part of
+    return ast.fix_missing_locations(tree)
 
 
 def traced(source: str) -> ast.Module:
     """The module with a call ``__mutant_line__(n)`` before every statement of a function that has mutants, n its line."""
-    lines = {mutant.line for mutant in mutants_of(source)}
-    return ast.fix_missing_locations(_Trace(lines).visit(ast.parse(source)))
+    tree, lines = ast.parse(source), {mutant.line for mutant in mutants_of(source)}
+    for node in [each for each in ast.walk(tree) if not isinstance(each, (ast.Module, ast.ClassDef))]:
+        for field, value in ast.iter_fields(node):
+            if isinstance(value, list) and all(isinstance(one, ast.stmt) for one in value):
+                setattr(node, field, [each for one in value for each in (*_marks(one, lines), one)])
+    return ast.fix_missing_locations(tree)
+
+
+def _marks(statement: ast.stmt, lines: set[int]) -> Iterator[ast.Expr]:
+    """One for each of the lines that are the statement's own, or inside its first line's expressions."""
+    inner = getattr(statement, "body", None)
+    end = max(inner[0].lineno, statement.lineno + 1) if inner else (statement.end_lineno or 0) + 1
+    for line in sorted(lines & {*range(statement.lineno, end)}):
+        mark = ast.Call(ast.Name("__mutant_line__", ast.Load()), [ast.Constant(line)], [])
+        yield ast.copy_location(ast.Expr(mark), statement)
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[Any, str, Any]]:
@@ -122,33 +132,3 @@ def _is_text(node: ast.BinOp) -> bool:
 
 def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, node: ast.AST, changed: ast.AST) -> None:
-        self._node, self._changed = node, changed
-
-    def visit(self, node: ast.AST) -> Any:
-        return self._changed if node is self._node else self.generic_visit(node)
-
-
-class _Trace(ast.NodeTransformer):
-    """A mark before each statement of a function that has one of the lines, its own or inside its first line's expressions."""
-
-    def __init__(self, lines: set[int]) -> None:
-        self._lines = lines
-
-    def generic_visit(self, node: ast.AST) -> Any:
-        super().generic_visit(node)
-        for field, value in ast.iter_fields(node):
-            if isinstance(value, list) and not isinstance(node, (ast.Module, ast.ClassDef)):
-                setattr(node, field, [each for one in value for each in (*self._marks(one), one)])
-        return node
-
-    def _marks(self, statement: Any) -> Iterator[ast.Expr]:
-        if isinstance(statement, ast.stmt):
-            inner = getattr(statement, "body", None)  # whose lines are not the statement's own
-            end = max(inner[0].lineno, statement.lineno + 1) if inner else (statement.end_lineno or 0) + 1
-            for line in sorted(self._lines & {*range(statement.lineno, end)}):
-                mark = ast.Call(ast.Name("__mutant_line__", ast.Load()), [ast.Constant(line)], [])
-                yield ast.copy_location(ast.Expr(mark), statement)

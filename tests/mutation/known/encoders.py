@@ -2,7 +2,7 @@
 
 from . import Known
 
-_BERT, _VIT = (f"tests/megatron/test_encoders.py -k 'exactly and {kind}'" for kind in ("bert", "vit"))
+_BERT, _VIT = (f"tests/megatron/test_encoders.py -k 'trains_as and {kind}'" for kind in ("BERT", "ViT"))
 
 KNOWN = tuple(
     Known(name, f"megatron.{module}", was, becomes, test)

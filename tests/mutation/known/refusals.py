@@ -11,7 +11,7 @@ KNOWN = (
     Known("values that DeepSpeed cannot use are let pass", "refusals.deepspeed_keys", "    check((rule for rule in VALUE_RULES",
           "    return\n    check((rule for rule in VALUE_RULES", _REFUSED + "stands_in"),
     Known("whole numbers may be as large as one likes", "blocks", "Field(strict=True, ge=1, le=LARGEST_COUNT)",
-          "Field(strict=True, ge=1)", "tests/test_config.py -k 'nothing_can_hold and granularity'"),
+          "Field(strict=True, ge=1)", "tests/test_config.py -k granularity-9007"),
     Known("no layer is refused", "refusals.models", "        for found in (*_CUT_RULES, *_RULES) if cut else _RULES:\n",
           "        for found in ():\n", _REFUSED + "'same_line and experts'"),
     Known("what another rank finds is not raised", "job", "            if theirs is not None:", "            if False:",

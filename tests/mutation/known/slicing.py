@@ -3,6 +3,7 @@
 from . import Known
 
 _PACKED = "tests/pipeline/test_attention.py -k packed"
+_SHARED = "tests/rows/test_rows.py -k 'fp64 and sequence'"
 
 KNOWN = (
     Known("a slice is one token longer", "pipeline.slicing", "        return self.stop - self.start\n",
@@ -16,9 +17,9 @@ KNOWN = (
           "[alias(t) if t.requires_grad else t.detach() for t in as_tuple(value)]", "list(as_tuple(value))",
           "tests/rows/test_rows.py -k writing"),
     Known("gradients of shared tokens are each rank's own", "pipeline.token_shares",
-          "        dist.all_reduce(flat, group=group)\n", "", "tests/megatron/test_layers.py -k share"),
+          "        dist.all_reduce(flat, group=group)\n", "", _SHARED),
     Known("a gradient of shared tokens lacks those of other ranks", "pipeline.operators.deferred",
-          "shares.sum(of_input)", "shares.own(of_input)", "tests/megatron/test_layers.py -k share"),
+          "shares.sum(of_input)", "shares.own(of_input)", _SHARED),
     Known("a document sees those before it", "pipeline.documents", "np.where(padding, inside, starts)",
           "np.where(padding, inside, 0)", _PACKED),
     Known("a document begins again in every slice", "pipeline.documents", "np.where(padding, inside, starts)", "inside", _PACKED),
