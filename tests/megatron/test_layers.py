@@ -172,7 +172,8 @@ def mixing(rank: int, size: int) -> list[tuple[str, str]]:
 
     class KeptLoss(TokenLoss):
         def token_sum(self, logits: Any, labels: Any) -> Any:
-            return super().token_sum(logits, labels) + kept.get("mean", 0.0) * self.token_weight(labels)
+            weight = self.token_weight(labels) if bf16 else 1e4  # adds up over slices, or does not
+            return super().token_sum(logits, labels) + kept.get("mean", 0.0) * weight
 
     def gradients(module: Any, given: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
