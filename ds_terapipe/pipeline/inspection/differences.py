@@ -49,7 +49,10 @@ def first_above(found: Iterable[Difference], close: float = math.inf) -> Differe
 def largest(of_ranks: Sequence[list[Difference]]) -> list[Difference]:
     """Return the largest difference of all ranks at each place; of ranks with fewer places, whose form differs, those."""
     fewest = min(map(len, of_ranks))
-    return [max(alike, key=lambda each: each.error) for alike in zip(*(f for f in of_ranks if len(f) == fewest), strict=True)]
+    return [
+        max(alike, key=lambda each: each.error)
+        for alike in zip(*(f for f in of_ranks if len(f) == fewest), strict=True)
+    ]
 
 
 def differences(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> list[Difference]:

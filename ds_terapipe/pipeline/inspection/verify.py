@@ -24,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
-from ds_terapipe.pipeline.inspection.differences import TOLERANCE, Difference, Record, difference, differences, first_above, largest
+from ds_terapipe.pipeline.inspection.differences import (
+    TOLERANCE,
+    Difference,
+    Record,
+    difference,
+    differences,
+    first_above,
+    largest,
+)
 from ds_terapipe.pipeline.inspection.gradients import LayerGradients, standing_in
 from ds_terapipe.pipeline.inspection.precision import in_fp32, wide
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
