@@ -31,6 +31,7 @@ class TokenShares(NamedTuple):
     size: int
     rank: int
 
+    @torch.no_grad()  # under gloo a thread of its own would write into views, with autograd on
     def gather(self, share: Tensor, dim: int = 0) -> Tensor:
         """Join the shares of all ranks along ``dim``; collective."""
         first = share.transpose(0, dim).contiguous()
@@ -114,6 +115,20 @@ def applied_to_parts(module: Any) -> list[nn.Parameter]:
             norms = getattr(layer, "q_layernorm", None), getattr(layer, "k_layernorm", None)
             found.update((id(weight), weight) for norm in norms if norm is not None for weight in norm.parameters())
     return [parameter for parameter in found.values() if parameter.requires_grad]
+
+
+def whole_gradients(module: Any) -> Callable[[nn.Parameter], Tensor | None]:
+    """Return the function that gives a weight's gradient, that of :func:`applied_to_parts` summed over ranks; collective."""
+    parts = {id(weight) for weight in applied_to_parts(module)} if hasattr(module, "mpu") else set()
+
+    def whole(weight: nn.Parameter) -> Tensor | None:
+        if weight.grad is None or id(weight) not in parts:
+            return weight.grad
+        summed = weight.grad.clone()
+        dist.all_reduce(summed, group=module.mpu().get_slice_parallel_group())
+        return summed
+
+    return whole
 
 
 def check_length(total: int, multiple: int) -> None:

@@ -1,6 +1,8 @@
 """Attention, rotary positions, loss and process groups of the GPT pipeline, and what it refuses."""
 
+import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -146,6 +148,46 @@ ranks = launched(dropped, 2)
 def test_ranks_drop_out_alike_but_for_the_heads_that_each_has_of_its_own(ranks: list[Any]) -> None:
     (heads, after), (others, others_after) = ranks
     assert heads != others and after == others_after
+
+
+def mixing(rank: int, size: int) -> list[tuple[str, str]]:
+    """What is said on each rank of a GPT whose second rank alone has a layer, or a loss, that mixes tokens."""
+    kept, said = {}, []
+
+    class KeptLoss(TokenLoss):
+        def token_sum(self, logits: Any, labels: Any) -> Any:
+            weight = self.token_weight(labels) if bf16 else 1e4  # adds up over slices, or does not
+            return super().token_sum(logits, labels) + kept.get("mean", 0.0) * weight
+
+    def gradients(module: Any, given: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient + 0.1 * gradient.sum())
+
+    ways = {
+        "differs by": lambda module, given, output: output + output.mean(0, keepdim=True),
+        "the gradient of the input": gradients, "loss_fn: got": lambda module, given, output: kept.update(mean=output.mean()),
+    }  # fmt: skip
+    for number, (bf16, shares, message) in enumerate(itertools.product((False, True), (False, True), (*ways, ""))):
+        module = build(Model(tied=number % 2 == 0, modern=bf16 != shares, sequence_parallel=shares), tensor=2)
+        module.loss_fn = KeptLoss()
+        if rank and message:
+            next(each for each in module.modules() if isinstance(each, layers.GPTLayer)).register_forward_hook(ways[message])
+        engine = build_engine((), None, made=module, token_pipeline={"slices": [4, 2, 10], "timeout_s": 20.0}, batch=2,
+                              micro_batches=2, config={"bf16": {"enabled": bf16}})  # fmt: skip
+        with nullcontext() if not message else pytest.raises(ConfigError) as raised:
+            engine.train_batch(batches())
+        said.append((message, str(raised.value) if message else ""))
+        kept.clear()
+        engine.destroy()
+    return said
+
+
+on_one_rank = launched(mixing, 2)
+
+
+def test_tokens_that_one_tensor_parallel_rank_mixes_are_found_on_all(on_one_rank: list[Any]) -> None:
+    for message, found in (each for of_rank in on_one_rank for each in of_rank):
+        assert message in found and "timeout_s" not in found
 
 
 def test_other_sizes_are_refused() -> None:

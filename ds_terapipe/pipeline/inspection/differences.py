@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,15 @@ class Difference(NamedTuple):
 def first_above(found: Iterable[Difference], close: float = math.inf) -> Difference | None:
     """Return the first difference that is above its tolerance, or above ``close``."""
     return next((each for each in found if each.error > min(each.tolerance, close)), None)
+
+
+def largest(of_ranks: Sequence[list[Difference]]) -> list[Difference]:
+    """Return the largest difference of all ranks at each place; of ranks with fewer places, whose form differs, those."""
+    fewest = min(map(len, of_ranks))
+    return [
+        max(alike, key=lambda each: each.error)
+        for alike in zip(*(f for f in of_ranks if len(f) == fewest), strict=True)
+    ]
 
 
 def differences(layer: str, expected: list[Record], got: list[Record], span: Span, batch: int) -> list[Difference]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_terapipe.config import TokenPipelineConfig
 from ds_terapipe.errors import ConfigError, one_line
+from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.differences import TOLERANCE
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
@@ -125,11 +126,11 @@ class Inspection:
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
-        is_shared = _is_tensor_parallel(stage.root)
+        everyones = partial(self._everyones, stage.root)
         try:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, stage.layers.received(inputs), stage.dims, spans, adapted,
-                trains=self.trains and stage.trains and not is_shared, is_shared=is_shared,
+                trains=self.trains and stage.trains, everyones=everyones,
                 keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
@@ -139,22 +140,27 @@ class Inspection:
             ) from problem
         if self.loss_fn is not None and self._is_last(stage):
             try_loss = partial(self._try_loss, batch, outputs, stage.dims.outputs, spans)
-            try:
-                loss = try_loss()
-            except ConfigError:
-                raise
-            except Exception as problem:
-                raise ConfigError(
-                    f"the data iterator: got labels that the loss_fn fails with, {one_line(problem)}; must fit the model's "
-                    "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
-                ) from problem
-            if self.trains and not (isinstance(loss, Tensor) and loss.numel() == 1):
-                raise ConfigError(
-                    f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
-                )
-            if not is_shared:
-                _check_alone(stage, inputs, spans[-1].stop, try_loss)
+            error = error_of(partial(self._check_loss, try_loss))
+            if not any(everyones(error is not None)):
+                _check_alone(stage, inputs, spans[-1].stop, try_loss, everyones)
+            elif error is not None:  # otherwise another rank's, which is raised on this one too
+                raise error
         return outputs
+
+    def _check_loss(self, try_loss: Callable[[], Any]) -> None:
+        try:
+            loss = try_loss()
+        except ConfigError:
+            raise
+        except Exception as problem:
+            raise ConfigError(
+                f"the data iterator: got labels that the loss_fn fails with, {one_line(problem)}; must fit the model's "
+                "outputs for the whole sequence, use e.g. labels of the shape of the tokens"
+            ) from problem
+        if self.trains and not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise ConfigError(
+                f"loss_fn: got {type(loss).__name__} from it, must be a tensor of one number in training, use a sum of losses"
+            )
 
     def _try_loss(self, batch: StepBatch, outputs: Any, cuts: Sequence[TensorCut], spans: Sequence[Span]) -> Any:
         """Return the loss of the first tokens, or of outputs of full length if labels are not cut.
@@ -241,6 +247,16 @@ class Inspection:
             BoundarySpec.of(outputs).encode()  # check that it can be sent
         return outputs
 
+    def _everyones(self, root: Any, value: Any) -> list[Any]:
+        """Return a value of all ranks that share the layers of a stage; collective over these."""
+        grid = root.mpu() if hasattr(root, "mpu") else None
+        if grid is None or grid.get_slice_parallel_world_size() == 1:
+            return [value]
+        values: list[Any] = [None] * grid.get_slice_parallel_world_size()
+        with self.consensus.watchdog.waiting("the ranks that share a layer to compare it"):
+            torch.distributed.all_gather_object(values, value, group=grid.get_slice_parallel_group())
+        return values
+
     def _is_last(self, stage: Stage) -> bool:
         return stage.number == len(self.runtime.placement.stages) - 1
 
@@ -254,7 +270,9 @@ def _check_sums(whole: float, sums: float, dtype: torch.dtype) -> None:
         )
 
 
-def _check_alone(stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], Any]) -> None:
+def _check_alone(
+    stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], Any], everyones: Callable[[Any], list[Any]]
+) -> None:
     """Refuse a loss that reads what layers keep beside their outputs: behind slices that is the last one's.
 
     A loss with a state of its own is another one in every call, behind the whole sequence too, and passes.
@@ -268,7 +286,8 @@ def _check_alone(stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], 
             return [part.detach() for part in tensors_in(try_loss())]
 
     sliced, whole = found(False), found(True)
-    if not _are_equal(sliced, whole) and _are_equal(whole, found(True)):
+    same = _are_equal(sliced, whole)
+    if not all(everyones(same)) and all(everyones(_are_equal(whole, found(True)))) and not same:
         raise ConfigError(
             f"loss_fn: got {_means(sliced)} once layers had run in slices and {_means(whole)} once they had run whole, for the "
             'same outputs and labels, must follow from these alone, use tensors that the layers hand on to it, or "slices": 1'
@@ -281,11 +300,6 @@ def _means(parts: Sequence[Tensor]) -> str:
 
 def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
-
-
-def _is_tensor_parallel(root: Any) -> bool:
-    """Whether ranks share a layer: one alone that found a difference of gradients would leave the others in a collective."""
-    return hasattr(root, "mpu") and root.mpu().get_slice_parallel_world_size() > 1
 
 
 def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:

@@ -63,6 +63,7 @@ class LayerGradients:
         context: the engine's slice context.
         cuts, after: of the layer's inputs and outputs.
         parameters: the layer's, by name.
+        whole: gives the gradient of a parameter, of all tokens where ranks share them.
         keeper: makes the gradients of weights, if they are made once per micro-batch.
     """
 
@@ -73,10 +74,11 @@ class LayerGradients:
         cuts: Sequence[TensorCut],
         after: Sequence[TensorCut],
         parameters: Mapping[str, nn.Parameter],
+        whole: Callable[[nn.Parameter], Tensor | None],
         keeper: WeightGradients | None = None,
     ) -> None:
         self._run, self._context, self._cuts, self._after = run, context, cuts, after
-        self._parameters, self._keeper = parameters, keeper
+        self._parameters, self._whole, self._keeper = parameters, whole, keeper
 
     def difference(self, inputs: Any, spans: Sequence[Span], difference: Difference) -> tuple[str, float]:
         """Return the largest one between slices and the whole sequence, and of what; 0 for a layer without gradients."""
@@ -102,7 +104,7 @@ class LayerGradients:
         sizes = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and parameter.grad.layout == torch.strided and parameter.numel():
-                sizes[name] = _size(parameter.grad)
+                sizes[name] = _size(self._whole(parameter))
                 parameter.grad.neg_()
         return {name: size for name, size in sizes.items() if math.isfinite(size)}
 
@@ -113,7 +115,7 @@ class LayerGradients:
         """
         floor = max(_LEAST * max(sizes.values(), default=0.0), torch.finfo(torch.float32).tiny)
         for name, size in sizes.items():
-            left = _size(self._parameters[name].grad)
+            left = _size(self._whole(self._parameters[name]))
             yield f"the parameter {name}", left / max(size, floor) if math.isfinite(left) else math.inf
 
     @contextmanager
@@ -191,5 +193,6 @@ def _random(output: Tensor, cut: TensorCut, total: int) -> Tensor:
 
 
 def _own(gradient: Tensor, cut: TensorCut, span: Span) -> Tensor:
-    """Return the part of a gradient of all tokens that belongs to a slice."""
-    return TensorCut(cut.row).apply(gradient, span)
+    """Return the part of a gradient of all tokens that belongs to a slice, and of it this rank's share."""
+    part = TensorCut(cut.row).apply(gradient, span)
+    return part if cut.row is None or cut.shares is None else cut.shares.own(part, cut.row)

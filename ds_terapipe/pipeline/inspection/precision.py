@@ -44,7 +44,11 @@ def wide(value: Any) -> Any:
 
 def _wide(tensor: Tensor) -> Tensor:
     copy = tensor.detach().float()
-    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    if isinstance(tensor, nn.Parameter):
+        copy = nn.Parameter(copy, tensor.requires_grad)
+        # marks, as of sequence parallelism, but no buffer for its gradient, which has its type
+        vars(copy).update({name: value for name, value in vars(tensor).items() if name != "main_grad"})
+    return copy
 
 
 def _is_narrow(tensor: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import numpy
@@ -23,7 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
-from ds_terapipe.pipeline.inspection.differences import TOLERANCE, Record, difference, differences, first_above
+from ds_terapipe.pipeline.inspection.differences import (
+    TOLERANCE,
+    Difference,
+    Record,
+    difference,
+    differences,
+    first_above,
+    largest,
+)
 from ds_terapipe.pipeline.inspection.gradients import LayerGradients, standing_in
 from ds_terapipe.pipeline.inspection.precision import in_fp32, wide
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
@@ -31,8 +40,10 @@ from ds_terapipe.pipeline.layer_range import modules_of
 from ds_terapipe.pipeline.operators.context import SliceContext, refuse_model
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, like, part_of, tensors_in
+from ds_terapipe.pipeline.token_shares import whole_gradients
 from ds_terapipe.schedule import Unit
 
+Everyones = Callable[[Any], list[Any]]
 # above it a difference that positions explain is no rounding, also in 16 bits
 _CLOSE = 4e-3
 _CURED = 0.25  # part of such a difference that is left once positions are right
@@ -224,7 +235,7 @@ def verify_stage(
     skip: Sequence[nn.Module] = (),
     *,
     trains: bool = False,
-    is_shared: bool = False,
+    everyones: Everyones = lambda value: [value],
     keeper: WeightGradients | None = None,
 ) -> tuple[Any, list[str]]:
     """Run the layers of a stage whole and sliced and compare them.
@@ -238,7 +249,8 @@ def verify_stage(
         spans: the slices.
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
         trains: whether the gradients of the layers' inputs and parameters are compared, too.
-        is_shared: whether ranks share the layers: one that fails alone would leave the others in a collective.
+        everyones: returns a value of all ranks that share the layers. One that failed alone would leave the others in a
+            collective, so all have the same differences.
         keeper: makes those of weights, if they are made once per micro-batch.
 
     Returns:
@@ -255,17 +267,17 @@ def verify_stage(
         ):
             number = layers.first + index
             run = partial(_run, layer, number, context, recorder, cuts, after)
-            one = _OneLayer(layers.text(number), run, recorder)
+            one = _OneLayer(layers.text(number), run, recorder, everyones)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
                 outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, number)
             one.compare_all(inputs, cuts, spans)
             written += _changed(state, _statistics(layer, number))
-            precisely = not is_shared and one.compare_in_fp32(inputs, cuts, spans, inside)
+            precisely = one.compare_in_fp32(inputs, cuts, spans, inside)
             if trains:
                 precision = in_fp32(inside) if precisely else nullcontext()
                 with precision, _restored(inside), standing_in(modules_of(layer)) as parameters:
-                    gradients = LayerGradients(run, context, cuts, after, parameters, keeper)
+                    gradients = LayerGradients(run, context, cuts, after, parameters, whole_gradients(root), keeper)
                     one.compare_gradients(gradients, wide(inputs) if precisely else inputs, spans)
             context.clear()
             inputs = outputs
@@ -300,8 +312,8 @@ def _is_other(whole: Any, part: Any) -> bool:
 class _OneLayer:
     """A layer that runs whole first, and then slice by slice."""
 
-    def __init__(self, text: str, run: Callable[[Any, Span], Any], recorder: _Recorder) -> None:
-        self._text, self._run, self._recorder = text, run, recorder
+    def __init__(self, text: str, run: Callable[[Any, Span], Any], recorder: _Recorder, everyones: Everyones) -> None:
+        self._text, self._run, self._recorder, self._everyones = text, run, recorder, everyones
         self._expected: list[Record] = []
 
     def run_whole(self, inputs: Any, total: int) -> Any:
@@ -340,22 +352,26 @@ class _OneLayer:
 
     def compare(self, inputs: Any, span: Span, batch: int) -> None:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
+
+        def compared(expected: list[Record], got: list[Record]) -> list[Difference]:
+            return largest(self._everyones(differences(self._text, expected, got, span, batch)))
+
         again = copy_of(inputs)
         self._run(inputs, span)
         got = self._recorder.take()
-        found = differences(self._text, self._expected, got, span, batch)
+        found = compared(self._expected, got)
         worst = first_above(found) or first_above(found, _CLOSE)
         if worst is None:
             return
         if worst.is_certain:
             self._run(copy_of(again), span)
-            if first_above(differences(self._text, got, self._recorder.take(), span, batch)) is not None:
+            if first_above(compared(got, self._recorder.take())) is not None:
                 raise refuse_model(worst.text, _NOT_REPEATED)
         diagnosis = SliceDiagnosis(span)
         # if the layer fails with shifted positions, it is still refused for the difference
         with suppress(Exception), diagnosis:
             self._run(again, span)
-        shifted = differences(self._text, self._expected, self._recorder.take(), span, batch)
+        shifted = compared(self._expected, self._recorder.take())
         if worst.is_certain:
             raise refuse_model(worst.text, diagnosis.advice(positions_are_all=first_above(shifted) is None))
         after = next((each.error for each in shifted if each.place == worst.place), worst.error)
@@ -364,7 +380,7 @@ class _OneLayer:
 
     def compare_gradients(self, gradients: LayerGradients, inputs: Any, spans: Sequence[Span]) -> None:
         """Run the layer forward and backward, whole and sliced. Raises ConfigError if the gradients that it makes differ."""
-        what, error = gradients.difference(inputs, spans, difference)
+        what, error = max(self._everyones(gradients.difference(inputs, spans, difference)), key=itemgetter(1))
         self._recorder.take()
         output = self._expected[-1]
         tolerance = max(output.tolerance, *(TOLERANCE.get(tensor.dtype, 0.0) for tensor in output.tensors))
