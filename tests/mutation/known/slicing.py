@@ -8,6 +8,8 @@ _SHARED = "tests/rows/test_rows.py -k 'fp64 and sequence'"
 KNOWN = (
     Known("a slice is one token longer", "pipeline.slicing", "        return self.stop - self.start\n",
           "        return self.stop - self.start + 1\n", "tests/pipeline/test_slicing.py"),
+    Known("sequences are run whole", "pipeline.slicing", "    stops = [*accumulate(lengths)]\n",
+          "    lengths = (sum(lengths),)\n    stops = [*accumulate(lengths)]\n", "tests/pipeline/test_engine_layers.py"),
     Known("a layer writes into the user's data", "pipeline.training", "lambda: own(engine._next_batch())",
           "engine._next_batch", "tests/pipeline/test_engine_layers.py"),
     Known("slices share the memory that layers write into", "pipeline.slicing",
