@@ -16,6 +16,7 @@ from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, reference, run, r
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049)
 LONG = (8191, 8193, 65535, 65536, 65537)
+MIXTURES = list(itertools.product((FP32, FP16, BF16), (FP32, FP16, BF16), (None, FP32, FP16, BF16)))
 MIXED = [
     Run(1000, 0), Run(257, 0, shifts=APART), Run(33, 1, types=(FP32, FP32, BF16)), Run(0, 2),
     Run(1, 3, types=(FP16, BF16, None)), Run(3000, 5, shifts=ALIKE, counted=False),
@@ -40,8 +41,7 @@ class OpTests:
 
     @pytest.mark.parametrize("length", [1, 33, 700])
     def test_every_mixture_of_types(self, op: Any, length: int) -> None:
-        types = list(itertools.product((FP32, FP16, BF16), (FP32, FP16, BF16), (None, FP32, FP16, BF16)))
-        runs = [Run(length, i, types=each, shifts=(ALIKE, APART)[i % 2]) for i, each in enumerate(types)]
+        runs = [Run(length, i, types=each, shifts=(ALIKE, APART)[i % 2]) for i, each in enumerate(MIXTURES)]
         step_and_compare(op, self.case(runs, [Rule(lr=0.1)]))
 
     @pytest.mark.parametrize("eps_inside", [0, EPS_INSIDE_SQRT])
