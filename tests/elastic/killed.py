@@ -7,20 +7,18 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ds_terapipe.elastic.cache.outputs import OutputCache
-from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
+from ds_terapipe.job import Job
+from ds_terapipe.pipeline.checkpoints import WholeFolder, tag_of
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, engine_of, weights
 from tests.pipeline.models import SEED
@@ -46,11 +44,11 @@ class Aim(NamedTuple):
     delay: float = 0.0
 
 
-def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Aim], keeps: bool, cached: bool) -> None:
+def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Aim], cached: bool) -> None:
     """The user's script: train to the end, from the latest checkpoint on where there is one.
 
-    All is in ``where``, under the ``name`` of this attempt. ``aims`` say by rank where it has to die. With ``keeps`` each
-    checkpoint is copied, for comparisons. With ``cached`` outputs of frozen layers are kept, and used by the next attempt.
+    All is in ``where``, under the ``name`` of this attempt. ``aims`` say by rank where it has to die. With ``cached`` outputs
+    of frozen layers are kept, and used by the next attempt.
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
@@ -81,10 +79,7 @@ def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Ai
             at = aim.operation if aim is not None and aim.step == step else None
             with operations(die, at, at is not None and aim.halfway) as begun:
                 engine.save_checkpoint(str(saves), tag_at(step))
-            if keeps:
-                (where / f"operations.{step}.{rank}").write_text(json.dumps(begun))
-                if rank == 0:
-                    shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
+            (where / f"{name}.{rank}.operations.{step}").write_text(json.dumps(begun))
     torch.save(weights(engine), where / f"{name}.{rank}.weights")
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
@@ -102,7 +97,6 @@ def die() -> None:
 
 
 class Undisturbed(NamedTuple):
-    folder: Path
     losses: dict[int, str]  # of every step, in hexadecimal
     weights: list[dict[str, torch.Tensor]]  # at the end, of every rank
     step_s: float  # mean seconds of a step, with its save
@@ -112,14 +106,14 @@ class Undisturbed(NamedTuple):
 
 def run_whole(folder: Path, cached: bool = False) -> Undisturbed:
     folder.mkdir(parents=True)
-    ends = run(folder, "whole", {}, True, cached)
+    ends = run(folder, "whole", {}, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
     ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
     assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
     times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
-    found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
-    return Undisturbed(folder, losses, weights_of(folder, "whole"), (times[-1] - times[0]) / STEPS, found, cached)
+    found = [{step: json.loads((folder / f"whole.{rank}.operations.{step}").read_text()) for step in saves} for rank in ranks]
+    return Undisturbed(losses, weights_of(folder, "whole"), (times[-1] - times[0]) / STEPS, found, cached)
 
 
 def losses_of(folder: Path) -> dict[int, set[str]]:
@@ -177,9 +171,9 @@ def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple
         rows.append(attempt(kills[len(rows)], whole, folder, f"attempt{len(rows)}"))
         if rows[-1].wrong:
             return rows, []
-    ends = run(folder, "end", {}, False, whole.cached)
+    ends = run(folder, "end", {}, whole.cached)
     wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
-    return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
+    return rows, wrong or unlike(whole, folder)
 
 
 def run(folder: Path, *args: Any) -> list[Exit]:
@@ -196,10 +190,9 @@ def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
     else:
         aim = places[int(kill.share * len(places))]
         where = f"save after step {aim.step}, operation {aim.operation}"
-    ends = run(folder, name, {kill.victim: aim}, False, whole.cached)
+    ends = run(folder, name, {kill.victim: aim}, whole.cached)
     died = ends[kill.victim].code == -signal.SIGKILL
-    (said, wrong) = survived(kill, ends) if died else ("", [])
-    return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
+    return Row(kill, resumed, where, died, *(survived(kill, ends) if died else ("", ())))
 
 
 def saves_after(whole: Undisturbed, resumed: int, kill: Kill) -> list[Aim]:
@@ -215,28 +208,14 @@ def saves_after(whole: Undisturbed, resumed: int, kill: Kill) -> list[Aim]:
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"
 
 
-def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, list[str]]:
+def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, tuple[str, ...]]:
     """The last words of the other rank, and what is wrong with them."""
     (end,) = [end for end in ends if end.rank != kill.victim]
     # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
     lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
     if end.code in (1, 70) and lines:
-        return lines[-1], []
-    return "", [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}"]
-
-
-def content_of(checkpoint: Path) -> dict[str, Any]:
-    """All that a checkpoint's files have in them, by name. Raises what reading them raises."""
-    found: dict[str, Any] = {}
-    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        name = str(path.relative_to(checkpoint))
-        if path.suffix == ".json":
-            found[name] = json.loads(path.read_text())
-            if found[name].get("cache"):
-                found[name]["cache"].pop("run")  # a name that is drawn
-        else:
-            found[name] = torch.load(path, map_location="cpu", weights_only=False)
-    return found
+        return lines[-1], ()
+    return "", (f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}",)
 
 
 def step_of(saves: Path) -> int:
@@ -244,45 +223,8 @@ def step_of(saves: Path) -> int:
     tag = tag_of(saves, None)
     if tag is None:
         return 0
-    put_back(saves, tag)
-    return step_in(content_of(saves / tag))
-
-
-def step_in(content: dict[str, Any]) -> int:
-    return next(int(file["global_steps"]) for name, file in content.items() if name.startswith("mp_rank"))
-
-
-def put_back(saves: Path, tag: str) -> None:
-    """Begin a load of a checkpoint, in one process."""
-
-    def agree(error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-    WholeFolder(saves, tag, True, SimpleNamespace(agree=agree)).recover()  # type: ignore[arg-type]
-
-
-def broken(whole: Undisturbed, folder: Path) -> list[str]:
-    """Checkpoints that are not whole: each has to be the undisturbed run's at one step, file by file."""
-    saves, wrong = folder / "checkpoints", []
-    latest = tag_of(saves, None)
-    if latest is not None:
-        put_back(saves, latest)
-        if not (saves / latest).is_dir():
-            wrong.append(f"{LATEST} says {latest!r}, which is not there")
-    for tag in sorted({tag_at(step) for step in range(EVERY, STEPS + 1, EVERY)}):
-        if not (saves / tag).exists():
-            continue
-        try:
-            content = content_of(saves / tag)
-            step = step_in(content)
-        except Exception as error:
-            wrong.append(f"{tag}: {type(error).__name__}: {error}")
-            continue
-        if tag_at(step) != tag:
-            wrong.append(f"{tag}: is of step {step}")
-        wrong += [f"{tag}: {text}" for text in differences(content, content_of(whole.folder / "kept" / str(step)))]
-    return wrong
+    WholeFolder(saves, tag, True, Job([0])).recover()  # as a load begins
+    return int(torch.load(saves / tag / "mp_rank_00_model_states.pt", weights_only=False)["global_steps"])
 
 
 def unlike(whole: Undisturbed, folder: Path) -> list[str]:
@@ -291,19 +233,6 @@ def unlike(whole: Undisturbed, folder: Path) -> list[str]:
     odd = [step for step, loss in whole.losses.items() if losses.get(step) != {loss}]
     wrong = [f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {whole.losses[step]}" for step in odd]
     for rank, (found, wanted) in enumerate(zip(weights_of(folder, "end"), whole.weights, strict=True)):
-        wrong += [f"weights of rank {rank}: {text}" for text in differences(found, wanted)]
+        assert found.keys() == wanted.keys()
+        wrong += [f"{name} of rank {rank}" for name, weight in wanted.items() if not torch.equal(found[name], weight)]
     return wrong
-
-
-def differences(found: Any, wanted: Any) -> list[str]:
-    """Where two nested values differ, to the bit; of objects other than tensors and plain values nothing is compared."""
-    (some, structure), (others, same) = tree_flatten_with_path(found), tree_flatten_with_path(wanted)
-    if structure != same:
-        return [f"other entries: {sorted({keystr(path) for path, _ in some} ^ {keystr(path) for path, _ in others})}"]
-    return [f"{keystr(path)} differs" for (path, a), (_, b) in zip(some, others, strict=True) if not is_same(a, b)]
-
-
-def is_same(a: Any, b: Any) -> bool:
-    if isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    return not isinstance(b, int | float | str | None) or a == b

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, distributed as dist
 from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.op import backends
+from tests.optim.test_lamb_device_led import StandIn
 from tests.pipeline.training import raised
 from tests.spawn import launched
 
@@ -23,12 +26,14 @@ from tests.spawn import launched
 TOLERANCE = 1e-6
 SHAPES = {"qkv": (24, 8), "bias": (24,), "out": (8, 16), "norm": (8,), "odd": (7,)}
 CLIP, QKV = {"max_grad_norm": 0.5}, {"split_qkv": True}
+pick = backends.pick
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("tensor", {"mode": "deepspeed"}), "tensor, clipped": ("tensor", CLIP), "tensor, split": ("tensor", QKV),
     "tensor, weight norms held": ("tensor", {"weight_norm_clip": (0.3, 0.9)}),
     "tied": ("tied", {}), "tied, clipped": ("tied", CLIP),
     "flat": ("flat", {}), "flat, clipped": ("flat", CLIP), "flat, split": ("flat", QKV),
     "flat, excluded": ("flat", {"exclude": "bias_norm"}), "flat, plain": ("flat", {"backend": "plain", **QKV}),
+    "tensor, led by a device": ("tensor", {"backend": "cuda", **CLIP}), "flat, led by a device": ("flat", {"backend": "cuda"}),
 }  # fmt: skip
 
 
@@ -122,12 +127,13 @@ def trained(rank: int, how: str, arguments: dict[str, Any]) -> tuple[float, dict
     if rank == 1:
         mine.optimizer.param_groups[0]["params"][0].grad.view(-1)[0] = torch.inf
     mine.optimizer.step()
-    return error, alone.ratios(), ratios, (all(map(torch.equal, before, mine.held())), mine.optimizer.skipped_steps)
+    unchanged = all(map(torch.equal, before, mine.held())) and mine.ratios() == ratios
+    return error, alone.ratios(), ratios, (unchanged, mine.optimizer.skipped_steps)
 
 
-def primed(rank: int) -> list[int]:
+def primed(rank: int, backend: str) -> list[int]:
     """Steps counted after one in which all gradients are zero, and after one in which only the second rank's are."""
-    mine, steps = Rank("flat", rank), []
+    mine, steps = Rank("flat", rank, backend=backend), []
     mine.set_gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     for _ in range(2):
         mine.optimizer.step()
@@ -149,9 +155,31 @@ def refused(rank: int) -> list[str]:
     return messages
 
 
+def nothing_left(rank: int) -> list[float]:
+    """How far two steps move parameters, all of which are frozen on the first rank: it has no op of a device."""
+    mine = Rank("alone", rank, backend="cuda")
+    mine.optimizer.set_groups(norm_group=dist.group.WORLD)
+    if rank == 0:
+        mine.optimizer.param_groups[0]["params"] = []
+        mine.optimizer.parameters_changed()
+    else:
+        mine.set_gradients(full_tensors(100))
+    before = [tensor.clone() for tensor in mine.held()]
+    with mock.patch.object(backends, "pick", led if rank else pick):
+        for _ in range(2):
+            mine.optimizer.step()
+    return [float((a - b).abs().max()) for a, b in zip(before, mine.held(), strict=True)]
+
+
+def led(device: torch.device, name: str) -> Any:
+    return StandIn() if name == "cuda" else pick(device, name)
+
+
 def worker(rank: int, world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: trained(rank, *case) for name, case in CASES.items()}
-    return {**found, "primed": primed(rank), "refused": refused(rank)}
+    with mock.patch.object(backends, "pick", led):
+        found: dict[str, Any] = {name: trained(rank, *case) for name, case in CASES.items()}
+        found["primed"] = [primed(rank, backend) for backend in ("auto", "cuda")]
+    return {**found, "refused": refused(rank), "nothing left": nothing_left(rank)}
 
 
 ranks = launched(worker, 2)
@@ -169,7 +197,11 @@ def test_parameters_and_ratios_are_those_of_one_process_and_a_bad_gradient_skips
 
 
 def test_a_priming_step_is_one_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert [found["primed"] for found in ranks] == [[0, 1]] * 2
+    assert [found["primed"] for found in ranks] == [[[0, 1]] * 2] * 2
+
+
+def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["nothing left"] == [] and min(ranks[1]["nothing left"]) > 1e-3
 
 
 def test_unknown_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:
