@@ -144,15 +144,6 @@ def test_a_file_that_is_something_else_is_left_alone(run: Path, content: str, li
     assert run.read_bytes() == whole
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"step": -3}, {"step": 1.5}, {"parts": [-1, 5, 11]}, {"places": [0, 2]}, {"ranks": [[0, 0], [1, -1]]}]
-)
-def test_numbers_below_0_and_fractions_are_refused_with_their_line(run: Path, wrong: dict[str, Any]) -> None:
-    (name,) = wrong
-    with pytest.raises(ConfigError, match=rf"history\.jsonl:1: {name}: got "):
-        read_history(str(edited(run, 0, **wrong)))
-
-
 def test_a_process_has_all_stages_of_its_place(tmp_path: Path) -> None:
     placed = TWO._replace(parts=(0, 3, 6, 9, 11), places=(0, 1, 1, 0))
     train(tmp_path / "v.jsonl", (placed, 0, 3))

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pybind11
+import torch
 
 from ds_terapipe.jit import import_from
 
@@ -36,8 +37,9 @@ def module(folder: Path, kernels: str = KERNELS, watched: bool = False) -> Modul
     (folder / "kernels.cu").write_text(kernels, encoding="utf-8")
     sanitizer, fibers = (["-g1", "-fsanitize=thread"], ["-DEMULATION_TSAN"]) if watched else ([], [])
     python = [f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))]
+    headers = [f"-I{HERE}", f"-I{SOURCES}", f"-isystem{Path(torch.__file__).parent / 'include'}"]
     parts = {
-        folder / "kernels.o": [*sanitizer, f"-I{HERE}", f"-I{SOURCES}", "-xc++", folder / "kernels.cu"],
+        folder / "kernels.o": [*sanitizer, *headers, "-xc++", folder / "kernels.cu"],
         folder / "fibers.o": [*fibers, HERE / "fibers.cpp"],
         folder / "bindings.o": ["-fvisibility=hidden", *python, SOURCES / "bindings_cuda.cpp"],
     }
