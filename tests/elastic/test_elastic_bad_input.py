@@ -17,6 +17,7 @@ from ds_terapipe.elastic.settings import CacheSettings, DataSettings, FreezeSett
 from ds_terapipe.json_files import write_json
 from ds_terapipe.names import ELASTIC_STATE
 from tests.elastic.samples import registered
+from tests.elastic.test_elastic_measured import Hooked
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON
 from tests.pipeline.models import Block, FrozenBlock, FrozenEmbedding, gpt
@@ -66,6 +67,7 @@ MODELS = {
     "of stages": ("data_sampling.curriculum_learning.enabled: got true, must be false beside several pipeline stages", "use "),
     "stream": ('training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
     "other data": ('training_data: got "2 samples on rank 1 and 1 on rank 0", must be the same on all ranks', "use the whole"),
+    "hook": ("elastic_pipeline.resize.policy: got 1 hooks on module 3, registered on a live layer",),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
 
@@ -100,6 +102,7 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
         "of stages": refused(token_pipeline={"slices": 1}, training_data=[0], config=STAGES),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
+        "hook": refused(config={"elastic_pipeline": HALVE}, kind=Hooked),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         "frozen": refused(FROZEN, 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
         # a user's own frozen layers need nothing moved

@@ -10,11 +10,9 @@ from torch import Tensor
 from ds_terapipe.optim.op.segments import Tables, View
 from ds_terapipe.optim.op.step_tensors import TYPES
 
-from .oracle import Rule, gradient_factor
+from .oracle import STEP_TOLERANCE, Rule, gradient_factor, step_error
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Half the spacing of numbers, relative to them and below the smallest normal one: what storing the right result may cost.
-ROUNDING = {FP32: (2.0**-24, 0.0), FP16: (2.0**-11, 2.0**-25), BF16: (2.0**-8, 0.0)}
 GUARD, SENTINEL = 32, 7.5
 ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
 
@@ -173,8 +171,5 @@ def step_and_compare(op: Any, case: Case) -> None:
         torch.testing.assert_close(view.exp_avg.double(), m, rtol=3e-7, atol=3e-7 * each.scale[1])
         torch.testing.assert_close(view.exp_avg_sq.double(), v, rtol=4e-7, atol=1e-11 * each.scale[1] ** 2)
         for stored in (view.parameter, view.copy):
-            if stored is not None and each.length:
-                relative, absolute = ROUNDING[stored.dtype]
-                rounding = relative * torch.maximum(before[i].abs(), want.parameters[i].abs()) + absolute
-                error = (stored.double() - want.parameters[i]).abs() - rounding
-                assert error.max() <= 2e-6 * (want.parameters[i] - before[i]).abs().max()
+            if stored is not None:
+                assert step_error(before[i], stored, want.parameters[i]) <= STEP_TOLERANCE

@@ -69,17 +69,18 @@ SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1",
 
 
 def watched_steps() -> None:
-    """Odd lengths and places, all types, and layers that take streaming stores; behind tensors without guards the sanitizer is."""
+    """Odd lengths and places, all types, and layers that take streaming stores; behind the tensors the sanitizer watches."""
     recipe, tables.GUARD = jit.cpu_recipe(), 0
     flags = [flag for flag in recipe.cxx_args if not flag.startswith(("-O", "-g"))]
     made = replace(recipe, cxx_args=(*flags, *SANITIZED), ldflags=(*recipe.ldflags, *SANITIZED[:1]))
     CpuLambBuilder.recipe, CpuLambBuilder.built_ahead = lambda self: made, lambda self: False
     runs = [Run(length, shifts=(at,) * 5) for at in (0, 1, 3) for length in (*LENGTHS, 8193, 40_001)]
     runs += [Run(2049, types=types, shifts=ALIKE) for types in MIXTURES]
-    op, large = CpuOp(), [Run(2_900_001, 0, shifts=ALIKE), Run(70_001, 1)]
+    small, large = [each._replace(layer=i) for i, each in enumerate(runs)], [Run(2_900_001, 0, shifts=ALIKE), Run(70_001, 1)]
+    op = CpuOp()
     for name in SETS[: SETS.index(op._op.instruction_set()) + 1]:
         os.environ["DS_TERAPIPE_LAMB_ISA"] = name
-        for count, each in itertools.product((1, 3), ([run._replace(layer=i) for i, run in enumerate(runs)], large)):
+        for count, each in itertools.product((1, 3), (small, large)):
             torch.set_num_threads(count)
             for way in (run, run_in_phases):
                 way(op, case := Case(each))

@@ -24,6 +24,7 @@ import ds_terapipe
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim.lamb import FusedLamb
 from tests.megatron.common import of_all_ranks, whole_tensors
+from tests.optim.tables import same
 from tests.pipeline.models import SEED, masked_loss, steps_of, tied_gpt
 from tests.pipeline.training import allow_fp16, mine
 from tests.spawn import launched, run_ranks
@@ -216,20 +217,13 @@ def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
     return wrong, sum(mapping.hp_fragment_address.numel < p.numel() for p, mapping in mapped)
 
 
-def state(engine: Any) -> list[Any]:
-    """Bit for bit what a skipped step must not change, on this rank: weights, masters, moments, counts."""
+def state(engine: Any) -> list[Tensor]:
+    """Bit for bit what a skipped step must not change, on this rank: weights, masters, moments, counts, rates."""
     saved = engine.basic_optimizer.state_dict()["state"]
-    used = [saved[i] for i in sorted(saved) if saved[i]]
+    values = [saved[i][key] for i in sorted(saved) for key in sorted(saved[i])]
     held = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
-    tensors = [values[key] for values in used for key in ("exp_avg", "exp_avg_sq")]
-    tensors += [*engine.module.parameters(), *held]
-    return [[t.detach().clone() for t in tensors], [values["step"] for values in used], engine.get_lr()]
-
-
-def same(before: list[Any], after: list[Any]) -> bool:
-    """Whether two :func:`state` are equal bit by bit."""
-    tensors = len(before[0]) == len(after[0]) and all(map(torch.equal, before[0], after[0]))
-    return tensors and before[1:] == after[1:]
+    each = [*values, *engine.module.parameters(), *held, *engine.get_lr()]
+    return [torch.as_tensor(value).detach().clone() for value in each]
 
 
 SKIPPED = (True, 1, True, 0)
