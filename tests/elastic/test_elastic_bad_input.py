@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.pipe import LayerSpec
 from hypothesis import given, strategies as st
 from torch.utils.data import IterableDataset
@@ -21,11 +22,13 @@ from tests.elastic.test_elastic_measured import Hooked
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON
 from tests.pipeline.models import Block, FrozenBlock, FrozenEmbedding, gpt
+from tests.pipeline.test_shared_weights import sharing
 from tests.spawn import launched
 
 Odd = type("Odd", (Block,), {"forward": lambda self, x: Block.forward(self, x if self.training else x.cumsum(1))})
 CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 ODD = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
+SHARING = Case("texts", "adamw", 1, (), ((1, 2),), slices=None, steps=3)
 FROZEN = replace(CASE, slices=2, freeze=((1, 2),), steps=2)
 HALVE = {"resize": {"policy": "halve"}}
 NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
@@ -67,6 +70,11 @@ MODELS = {
     "of stages": ("data_sampling.curriculum_learning.enabled: got true, must be false beside several pipeline stages", "use "),
     "stream": ('training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
     "other data": ('training_data: got "2 samples on rank 1 and 1 on rank 0", must be the same on all ranks', "use the whole"),
+    "shared": (
+        "got entries 0 and 5 of the layer list on stages 0 and 1, which share trained weights and would train copies, must",
+        ' use TiedLayerSpec("shared", Embedding, ..., tied_weight_attr=["tokens.weight"]',
+    ),
+    "stray": ("optimizer: got parameter 50 of group 0, of shape [3], must be in the PipelineModule where layers may go",),
     "hook": ("elastic_pipeline.resize.policy: got 1 hooks on module 3, registered on a live layer",),
     "nothing trains": ("model: got no parameter with requires_grad", "use "),
 }
@@ -103,6 +111,8 @@ def worker(rank: int, world_size: int) -> dict[str, Any]:
         "of stages": refused(token_pipeline={"slices": 1}, training_data=[0], config=STAGES),
         "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
         "hook": refused(config={"elastic_pipeline": HALVE}, kind=Hooked),
+        "shared": refused(SHARING, 2, specs=sharing("head's weight")),  # two stages would train copies
+        "stray": refused(SHARING, optimizer=lambda p: torch.optim.SGD([*p, torch.nn.Parameter(torch.ones(3))], lr=0.1)),
         "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
         "frozen": refused(FROZEN, 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
         # a user's own frozen layers need nothing moved

@@ -120,6 +120,19 @@ class OpTests:
 class CudaTests(OpTests):
     """Besides, for kernels that count steps themselves."""
 
+    def test_same_bits_at_every_run(self, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of which the emulation takes blocks and threads in other orders, and a device as they come."""
+        found, runs = [], [*MIXED, *([Run(1_000_003, 6)] * self.long_everywhere)]
+        for number, way in enumerate((run, run, run_in_phases), start=1):
+            monkeypatch.setenv("EMULATION_SEED", str(number))
+            monkeypatch.setenv("EMULATION_WORKERS", str(number))
+            case = self.case(runs, layers=8)
+            for _ in range(3):
+                case.set_control(max_norm=1.0)
+                way(op, case, advance=True)
+            found.append(case.bits())
+        assert all(same(found[0], other) for other in found)
+
     def test_same_moments_and_step_as_the_cpu_op_bit_for_bit(self, op: Any) -> None:
         runs = [Run(3000, 0, types=(FP32, FP32, BF16)), Run(777, 1, types=(BF16, FP16, FP16), shifts=APART)]
         runs.append(Run(65, 2, types=(FP16, BF16, None)))

@@ -11,7 +11,7 @@ from ds_terapipe.optim.op.cuda_op import CudaOp
 
 from .op_tests import CudaTests
 from .oracle import Rule
-from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, run, run_in_phases, same
+from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, run, same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -48,17 +48,6 @@ def mixed() -> Case:
 
 def small() -> Case:
     return Case([Run(1000)], device="cuda")
-
-
-def test_same_bits_at_every_run(op: CudaOp) -> None:
-    found = []
-    for way in (run, run, run, run_in_phases):
-        case = mixed()
-        for _ in range(3):
-            case.set_control(max_norm=1.0)
-            way(op, case, advance=True)
-        found.append(case.bits())
-    assert all(same(found[0], other) for other in found)
 
 
 def test_no_waiting_and_three_launches(op: CudaOp) -> None:

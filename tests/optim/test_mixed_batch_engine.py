@@ -85,7 +85,7 @@ def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: Trace) -> None:
         assert "register_dataset(dataset)" in own["unregistered"]
         check_steps(own["registered"]["steps"], rank == 0)
         assert own["registered"]["losses"] == pytest.approx(by_hand.losses, rel=1e-5)
-        assert "worker processes hold batches of the old length" in own["read ahead"] and own["new"] == 5
+        assert "worker processes hold batches of the old length" in own["read ahead"]
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["fp32", "bf16 zero1"])
