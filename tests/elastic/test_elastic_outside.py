@@ -46,17 +46,14 @@ def trained(engine: Any, case: Case, first: int, stop: int) -> list[float]:
 
 def with_loss(case: Case, rank: int, folder: str) -> dict[str, Any]:
     """The copy of the first stage, which nothing uses there, has other values than that of the last one."""
-    found: dict[str, Any] = {}
-    for way in ("run", "resumed"):
-        loss = Scaled(3.0 if rank == 0 or way == "resumed" else 1.0)
-        with mock.patch.dict(MODELS, {"scaled": (gpt, loss, MODELS["texts"][2])}):
+    found: dict[str, Any] = {"losses": []}
+    for begin, end, first in ((0, SAVED, 3.0 if rank == 0 else 1.0), (SAVED, case.steps, 3.0)):
+        with mock.patch.dict(MODELS, {"scaled": (gpt, Scaled(first), MODELS["texts"][2])}):
             engine = engine_of(replace(case, model="scaled"))
-        if way == "resumed":
+        if begin:
             engine.load_checkpoint(folder)
-        else:
-            begun = trained(engine, case, 0, SAVED)
-            engine.save_checkpoint(folder)
-        found[way] = begun + trained(engine, case, SAVED, case.steps)
+        found["losses"] += trained(engine, case, begin, end)
+        engine.save_checkpoint(folder)
         ends, own = engine.is_last_stage(), dict(engine.module.loss_fn.named_parameters())
         found["loss"] = {n: p.detach().clone() for n, p in own.items() if ends}
         found["trains"] = {p.requires_grad for p in own.values()} == {ends}
@@ -95,7 +92,6 @@ def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(
     (case, limit), found = LOSSES[name], [rank[name] for rank in ranks]
     trace = alone(case)
     for each in found:
-        assert each["trains"] and each["run"] == pytest.approx(trace.losses, rel=limit)
-        assert each["resumed"] == pytest.approx(trace.losses, rel=limit)
+        assert each["trains"] and each["losses"] == pytest.approx(trace.losses, rel=limit)
     assert found[0]["loss"] == {} and found[1]["loss"].keys() == {"scale", "all"}
     assert all(difference(weight, trace.weights[f"loss.{key}"]) <= 10 * limit for key, weight in found[1]["loss"].items())

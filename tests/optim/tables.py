@@ -56,7 +56,11 @@ class Case:
             for tensor, size in zip(tensors[:4], sizes, strict=True):
                 tensor.copy_(size * torch.randn(run.length, generator=random))
             self.arrays[-1].exp_avg_sq.abs_()
-        rows = [[*self._addresses(view), *self._kind(run)] for view, run in zip(self.arrays, runs, strict=True)]
+        rows = []
+        for view, run in zip(self.arrays, runs, strict=True):
+            parameter, gradient, copy = (TYPES[dtype or FP32] for dtype in run.types)
+            kind = run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
+            rows.append([*(0 if tensor is None else tensor.data_ptr() for tensor in view), run.length, run.layer, kind])
         values = torch.tensor(self.rules, dtype=torch.float64, device=device).reshape(-1, 12)
         self.tables = Tables(torch.tensor(rows, dtype=torch.int64).reshape(-1, 8), values, layers, views=self.arrays)
         self.norms, self.ratios, self.control = (
@@ -69,15 +73,6 @@ class Case:
         buffer = torch.full((2 * GUARD + shift + length,), SENTINEL, dtype=dtype, device=device)
         self._buffers.append((buffer, GUARD + shift, length))
         return buffer[GUARD + shift : GUARD + shift + length]
-
-    @staticmethod
-    def _addresses(view: View) -> list[int]:
-        return [0 if tensor is None else tensor.data_ptr() for tensor in view]
-
-    @staticmethod
-    def _kind(run: Run) -> tuple[int, int, int]:
-        parameter, gradient, copy = (TYPES[dtype or FP32] for dtype in run.types)
-        return run.length, run.layer, run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
 
     def guards_hold(self) -> bool:
         """Whether nothing was written beside the tensors."""
