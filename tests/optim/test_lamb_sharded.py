@@ -1,13 +1,11 @@
 """FusedLamb on two ranks, without an engine: a layer's trust ratio is that of the whole layer, however it is cut.
 
-Parts of tensor parallelism, weights that are tied over stages, and flat partitions like those of ZeRO, put together by hand;
-``test_deepspeed_engines.py`` has DeepSpeed's own.
+Parts of tensor parallelism, and weights that are tied over stages; ``test_deepspeed_engines.py`` has ZeRO's flat partitions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +16,7 @@ from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
 from ds_terapipe.optim.op import backends
-from tests.optim.test_lamb_device_led import StandIn
+from tests.optim.test_lamb_device_led import led, pick
 from tests.pipeline.training import raised
 from tests.spawn import launched
 
@@ -26,14 +24,11 @@ from tests.spawn import launched
 TOLERANCE = 1e-6
 SHAPES = {"qkv": (24, 8), "bias": (24,), "out": (8, 16), "norm": (8,), "odd": (7,)}
 CLIP, QKV = {"max_grad_norm": 0.5}, {"split_qkv": True}
-pick = backends.pick
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("tensor", {"mode": "deepspeed"}), "tensor, clipped": ("tensor", CLIP), "tensor, split": ("tensor", QKV),
     "tensor, weight norms held": ("tensor", {"weight_norm_clip": (0.3, 0.9)}),
     "tied": ("tied", {}), "tied, clipped": ("tied", CLIP),
-    "flat": ("flat", {}), "flat, clipped": ("flat", CLIP), "flat, split": ("flat", QKV),
-    "flat, excluded": ("flat", {"exclude": "bias_norm"}), "flat, plain": ("flat", {"backend": "plain", **QKV}),
-    "tensor, led by a device": ("tensor", {"backend": "cuda", **CLIP}), "flat, led by a device": ("flat", {"backend": "cuda"}),
+    "tied, plain": ("tied", {"backend": "plain"}), "tensor, led by a device": ("tensor", {"backend": "cuda", **CLIP}),
 }  # fmt: skip
 
 
@@ -51,12 +46,6 @@ def part_of(how: str, rank: int, full: Mapping[str, Tensor]) -> dict[str, Tensor
     if how == "tied":
         return {name: full[name] for name in (("qkv", "bias", "norm"), ("out", "odd", "qkv"))[rank]}
     return dict(full)
-
-
-def partition(rank: int, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A rank's half of the tensors one after another, with a few elements of padding at the end."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    return torch.nn.functional.pad(flat, (0, 2 + flat.numel() % 2)).chunk(2)[rank].clone()
 
 
 class Rank:
@@ -77,29 +66,10 @@ class Rank:
         if how in ("tensor", "tied"):
             tied = {self.parameters["qkv"]: world} if how == "tied" else None
             self.optimizer.set_groups(world if how == "tensor" else None, world, tied)
-        if how == "flat":
-            self._flatten(self.optimizer.param_groups[0])
-
-    def _flatten(self, group: dict[str, Any]) -> None:
-        """Put the parameters into a flat partition, with DeepSpeed's marks of where their elements are."""
-        flat = partition(self.rank, {name: parameter.detach() for name, parameter in self.parameters.items()})
-        start, offset = self.rank * flat.numel(), 0
-        for original in group["params"]:
-            first, last = max(offset, start), min(offset + original.numel(), start + flat.numel())
-            original._dp_group, original._hp_mapping = dist.group.WORLD, None
-            if first < last:
-                original._hp_mapping = SimpleNamespace(
-                    hp_fragment=flat[first - start : last - start],
-                    hp_fragment_address=SimpleNamespace(start=first - start, numel=last - first),
-                    lp_fragment_address=SimpleNamespace(start=first - offset, numel=last - first),
-                )
-            offset += original.numel()
-        group["params"] = [flat]
 
     def cut(self, full: Mapping[str, Tensor]) -> list[Tensor]:
         """This rank's part of whole tensors, as the optimizer has them."""
-        mine = part_of(self.how, self.rank, full)
-        return [partition(self.rank, mine)] if self.how == "flat" else [tensor.clone() for tensor in mine.values()]
+        return [tensor.clone() for tensor in part_of(self.how, self.rank, full).values()]
 
     def held(self) -> list[Tensor]:
         return [tensor.detach() for tensor in self.optimizer.param_groups[0]["params"]]
@@ -133,11 +103,11 @@ def trained(rank: int, how: str, arguments: dict[str, Any]) -> tuple[float, dict
 
 def primed(rank: int, backend: str) -> list[int]:
     """Steps counted after one in which all gradients are zero, and after one in which only the second rank's are."""
-    mine, steps = Rank("flat", rank, backend=backend), []
+    mine, steps = Rank("tensor", rank, backend=backend), []
     mine.set_gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     for _ in range(2):
         mine.optimizer.step()
-        steps += [values["step"] for values in mine.optimizer.state_dict()["state"].values()]
+        steps += {values["step"] for values in mine.optimizer.state_dict()["state"].values()}
         if rank == 0:
             mine.optimizer.param_groups[0]["params"][0].grad.fill_(0.1)
     return steps
@@ -169,10 +139,6 @@ def nothing_left(rank: int) -> list[float]:
         for _ in range(2):
             mine.optimizer.step()
     return [float((a - b).abs().max()) for a, b in zip(before, mine.held(), strict=True)]
-
-
-def led(device: torch.device, name: str) -> Any:
-    return StandIn() if name == "cuda" else pick(device, name)
 
 
 def worker(rank: int, world: int) -> dict[str, Any]:
