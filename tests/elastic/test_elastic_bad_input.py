@@ -1,6 +1,5 @@
 """A mistake in elastic_pipeline, the model, the launch or the batch is one line, on every rank, before a step."""
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,6 @@ from ds_terapipe import ConfigError
 from ds_terapipe.elastic.policies.freeze import FreezePolicy
 from ds_terapipe.elastic.saved import state
 from ds_terapipe.elastic.settings import CacheSettings, DataSettings, FreezeSettings, ResizeSettings, parse
-from ds_terapipe.json_files import write_json
-from ds_terapipe.names import ELASTIC_STATE
 from tests.elastic.samples import registered
 from tests.elastic.test_elastic_measured import Hooked
 from tests.elastic.training import Case, data_of, engine_of
@@ -151,16 +148,6 @@ def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text
     with pytest.raises(ConfigError) as caught:
         state.check({**NOW, **saved}, NOW)
     assert text in str(caught.value) and "\n" not in str(caught.value) and ", use " in str(caught.value)
-
-
-def test_what_is_saved_is_read_again_and_nothing_else(tmp_path: Any) -> None:
-    assert state.read(tmp_path) is None
-    write_json(tmp_path / ELASTIC_STATE, NOW)
-    assert state.read(tmp_path) == NOW
-    for content in ("{", "{}", json.dumps({**NOW, "parts": [0, 6]})):
-        (tmp_path / ELASTIC_STATE).write_text(content)
-        with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be .*, use another checkpoint$"):
-            state.read(tmp_path)
 
 
 BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSettings, "data": DataSettings}

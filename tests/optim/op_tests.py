@@ -23,6 +23,9 @@ MIXED = [
 ]  # fmt: skip
 
 
+LARGE = [*MIXED, Run(1_000_003, 6), Run(70_000, 6, types=(FP32, FP32, BF16), shifts=ALIKE)]
+
+
 class OpTests:
     """Steps of an op against float64, and what it must leave alone."""
 
@@ -122,7 +125,7 @@ class CudaTests(OpTests):
 
     def test_same_bits_at_every_run(self, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of which the emulation takes blocks and threads in other orders, and a device as they come."""
-        found, runs = [], [*MIXED, *([Run(1_000_003, 6)] * self.long_everywhere)]
+        found, runs = [], LARGE if self.long_everywhere else MIXED
         for number, way in enumerate((run, run, run_in_phases), start=1):
             monkeypatch.setenv("EMULATION_SEED", str(number))
             monkeypatch.setenv("EMULATION_WORKERS", str(number))
