@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -20,13 +19,8 @@ pytestmark = pytest.mark.skipif(cuda_emulation.COMPILER is None, reason="no g++"
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    return cuda_emulation.module(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture
-def op(library: ModuleType) -> CudaOp:
-    return CudaOp(library)
+def op(tmp_path_factory: pytest.TempPathFactory) -> CudaOp:
+    return CudaOp(cuda_emulation.module(tmp_path_factory.mktemp("emulated")))
 
 
 class TestEmulated(CudaTests):
