@@ -28,7 +28,6 @@ CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 ODD = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
 SHARING = Case("texts", "adamw", 1, (), ((1, 2),), slices=None, steps=3)
 BACK = {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}
-FROZEN = replace(CASE, slices=2, freeze=((1, 2),), steps=2)
 HALVE, ONE = {"resize": {"policy": "halve"}}, {"zero_optimization": {"stage": 1}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
@@ -110,7 +109,7 @@ def refused(case: Case = CASE, steps: int = 0, policy: Any = FreezePolicy, **opt
 def worker(rank: int, world_size: int) -> dict[str, Any]:
     return {
         **{name: refused(**options(rank)) for name, (options, *_) in REFUSED.items()},
-        "frozen": refused(FROZEN, 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
+        "frozen": refused(replace(CASE, slices=2, freeze=((1, 2),), steps=2), 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
         "static": refused(**block({"enabled": True}, **ONE)),  # a user's own frozen layers need nothing moved
         "step": refused(steps=1, **block(HALVE)),  # after all that was refused
     }

@@ -39,16 +39,13 @@ def trained(engine: Any, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
 
 
-def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
-
-
 ranks = launched(worker, 2, timeout=200, folder=True)
 
 
 def test_it_is_the_training_of_an_engine_that_has_always_had_the_shape(ranks: list[Any]) -> None:
-    for found in ranks:
-        assert found["started"][0] == found["went on"][0] and same(found["started"][1], found["went on"][1])
+    for (losses, trained), (others, wanted) in ((found["started"], found["went on"]) for found in ranks):
+        assert losses == others and trained.keys() == wanted.keys()
+        assert all(torch.equal(trained[name], weight) for name, weight in wanted.items())
 
 
 def test_load_module_only_begins_a_new_training_with_the_weights(ranks: list[Any]) -> None:

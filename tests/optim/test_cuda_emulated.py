@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ class TestEmulated(CudaTests):
     long_everywhere = False
 
 
+WATCHED = f"{__name__}.watched_steps"
 BARRIERS = list(re.finditer(r"__(syncthreads|threadfence)\(\);", cuda_emulation.KERNELS))
 
 
@@ -42,13 +42,8 @@ def watched_steps(folder: str, kernels: str) -> None:
         run(op, case, advance=True)
 
 
-def watched(folder: Path, kernels: str) -> subprocess.CompletedProcess[str]:
-    """What became of :func:`watched_steps`: status 66 is the sanitizer's, SIGABRT the emulation's refusal."""
-    return run_under("libtsan.so", f"{__name__}.watched_steps", folder, kernels)
-
-
 def test_no_races(tmp_path: Path) -> None:
-    done = watched(tmp_path, cuda_emulation.KERNELS)
+    done = run_under("libtsan.so", WATCHED, tmp_path, cuda_emulation.KERNELS)
     assert done.returncode == 0, done.stderr[:3000]
 
 
@@ -56,6 +51,7 @@ def test_no_races(tmp_path: Path) -> None:
 def test_no_barrier_and_no_fence_is_there_for_nothing(tmp_path: Path, index: int) -> None:
     start, end = BARRIERS[index].span()
     kernels = cuda_emulation.KERNELS
-    done = watched(tmp_path, kernels[:start] + ";" + kernels[end:])
+    done = run_under("libtsan.so", WATCHED, tmp_path, kernels[:start] + ";" + kernels[end:])
     line = kernels[:start].count("\n") + 1
+    # the sanitizer's status, or the emulation refuses
     assert done.returncode in (66, -signal.SIGABRT), f"nothing noticed that line {line} was missing: {done.stderr[-3000:]}"

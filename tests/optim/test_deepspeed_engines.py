@@ -125,13 +125,6 @@ def train(engine: Any, step: int) -> None:
         engine.step()
 
 
-def victim(engine: Any, rank: int, setup: Setup) -> Any:
-    """A parameter of the last rank alone; of four stages the last has but the tied weight. None on the others."""
-    if rank != (1 if setup.stages == 4 else engine.world_size - 1):
-        return None
-    return [p for p in engine.module.parameters() if p.dim() == 1][-1]
-
-
 def of_masters(engine: Any) -> Callable[[Any], Tensor]:
     """Takes the fp32 weight that the optimizer updates, of a parameter. Collective over replicas."""
     wrapper, clones = engine.optimizer, {}
@@ -237,10 +230,11 @@ def poisoned(engine: Any, rank: int, setup: Setup) -> tuple[bool, int, bool, int
     Returns :data:`SKIPPED` if the first changes nothing and is counted once, and the second is made with finite numbers.
     """
     before, skipped = state(engine), engine.skipped_steps
-    found = victim(engine, rank, setup)
-    hook = None if found is None else found.register_hook(lambda g: g * float("nan"))
+    last = 1 if setup.stages == 4 else engine.world_size - 1  # of four stages the last has but the tied weight
+    vectors = [p for p in engine.module.parameters() if p.dim() == 1 and rank == last]
+    hooks = [p.register_hook(lambda g: g * float("nan")) for p in vectors[-1:]]
     train(engine, 0)
-    if hook is not None:
+    for hook in hooks:
         hook.remove()
     kept, counted = same(before, state(engine)), engine.skipped_steps - skipped
     train(engine, 1)

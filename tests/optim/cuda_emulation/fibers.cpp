@@ -105,11 +105,8 @@ void wait_at(State state, int place) {
 
 void enter() {
   block->body();
-  Fiber& fiber = running();
-  fiber.state = State::DONE;
   __tsan_release(&ends);
-  __tsan_switch_to_fiber(block->scheduler_shadow, NO_SYNC);
-  swapcontext(&fiber.context, &block->scheduler);
+  wait_at(State::DONE, running().place);
 }
 
 // Lets fibers [first, last) go on if all of them have come to the same place.
