@@ -216,8 +216,7 @@ def test_the_block_itself() -> None:
 def test_a_registered_policy_says_what_it_reads() -> None:
     with registered("mine", type("Mine", (FreezePolicy,), {"reads": ("alpha",)})):
         assert parse({"elastic_pipeline": {"freeze": {"policy": "mine", "alpha": 0.4}}}).freeze.alpha == 0.4
-        said = mistake_in(freeze={"policy": "mine", "frozen_layers": [[1, 1]]})
-        assert '"policy": "mine", which does not read it' in said
+        assert '"policy": "mine", which does not read it' in mistake_in(freeze={"policy": "mine", "frozen_layers": [[1, 1]]})
     assert '"static"' in mistake_in(freeze={"policy": "mine"})
 
 
