@@ -7,20 +7,15 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ds_terapipe.elastic.cache.outputs import OutputCache
-from ds_terapipe.pipeline.checkpoints import LATEST, WholeFolder, tag_of
 from tests.elastic.samples import Texts
 from tests.elastic.training import Case, engine_of, weights
 from tests.pipeline.models import SEED
@@ -30,6 +25,7 @@ from tests.spawn import Exit, run_to_exit
 PROCESSES, SAMPLES, STEPS, EVERY = 2, 20, 16, 2
 CASE = Case("dropping texts", "adamw", 2, freeze=((3, 1), (9, 3)), resize=((4, 1), (8, 2), (12, 1)), scheduler="lambda")
 ENDS_WITHIN_S = 200.0
+OPERATIONS = (16, 3)  # of files in a save, about, on each rank
 
 
 def tag_at(step: int) -> str:
@@ -37,24 +33,40 @@ def tag_at(step: int) -> str:
     return f"epoch/{step}" if step % (3 * EVERY) == 0 else "last"
 
 
-class Aim(NamedTuple):
-    """The ``operation``-th file operation of the save after ``step``, see ``tests.pipeline.operations``; or a delay after it."""
+class Kill(NamedTuple):
+    """The death of rank ``victim`` behind a ``share`` of the steps that are left of the run.
 
-    step: int
-    operation: int | None
+    It comes ``delay_s`` after such a step; or in the next save, before the ``operation``-th file operation or ``halfway`` through
+    it, see ``tests.pipeline.operations``. The run begins when there is an engine: before that PyTorch makes groups, waits
+    without end for a rank that is dead, and leaves it to the launcher.
+    """
+
+    victim: int
+    share: float
+    operation: int | None = None
     halfway: bool = False
-    delay: float = 0.0
+    delay_s: float = 0.0
 
 
-def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Aim], keeps: bool, cached: bool) -> None:
+def random_kills(dice: random.Random, count: int) -> list[Kill]:
+    """So many kills, half of them aimed into a save."""
+    kills = []
+    for _ in range(count):
+        victim, share = dice.randrange(PROCESSES), dice.random()
+        in_save = Kill(victim, share, dice.randrange(OPERATIONS[victim]), dice.random() < 0.5)
+        kills.append(in_save if dice.random() < 0.5 else Kill(victim, share, delay_s=dice.random() / 2))
+    return kills
+
+
+def train(rank: int, world_size: int, where: Path, name: str, kill: Kill | None, cached: bool) -> None:
     """The user's script: train to the end, from the latest checkpoint on where there is one.
 
-    All is in ``where``, under the ``name`` of this attempt. ``aims`` say by rank where it has to die. With ``keeps`` each
-    checkpoint is copied, for comparisons. With ``cached`` outputs of frozen layers are kept, and used by the next attempt.
+    All is in ``where``, under the ``name`` of this attempt. With ``cached`` outputs of frozen layers are kept, and used by the
+    next attempt.
     """
     if cached:
         OutputCache._compare = lambda self: None  # type: ignore[method-assign]  # these layers take less than a file
-    saves, progress, aim = where / "checkpoints", where / f"{name}.{rank}.progress", aims.get(rank)
+    saves, progress = where / "checkpoints", where / f"{name}.{rank}.progress"
     torch.manual_seed(SEED)
     engine = engine_of(
         CASE, training_data=Texts(SAMPLES),
@@ -62,39 +74,32 @@ def train(rank: int, world_size: int, where: Path, name: str, aims: dict[int, Ai
         config={"elastic_pipeline": CASE.elastic(cache={"enabled": cached})},
     )  # fmt: skip
     type(engine._layer_times).costs = lambda self: None  # else stages are cut by times, which other work on the machine changes
-    note(progress, "built")
     engine.load_checkpoint(str(saves))
-    if engine.global_steps:
+    begin = engine.global_steps
+    note(progress, "from", begin)
+    if begin:
         torch.manual_seed(os.getpid())  # dropout has to go on with what the checkpoint says
-    while True:
-        step = engine.global_steps
-        if aim is not None and (aim.step, aim.operation) == (step, None):
-            timer = threading.Timer(aim.delay, die)
+    dies_after = begin + int(kill.share * (STEPS - begin)) if kill is not None and kill.victim == rank else STEPS
+    for step in range(begin, STEPS):
+        if step == dies_after and kill.operation is None:
+            timer = threading.Timer(kill.delay_s, die)
             timer.daemon = True
             timer.start()
-        if step == STEPS:
-            break
-        loss = float(engine.train_batch())
-        step += 1
-        note(progress, step, loss.hex())
-        if step % EVERY == 0:
-            at = aim.operation if aim is not None and aim.step == step else None
-            with operations(die, at, at is not None and aim.halfway) as begun:
-                engine.save_checkpoint(str(saves), tag_at(step))
-            if keeps:
-                (where / f"operations.{step}.{rank}").write_text(json.dumps(begun))
-                if rank == 0:
-                    shutil.copytree(saves / tag_at(step), where / "kept" / str(step))
+        note(progress, step + 1, float(engine.train_batch()).hex())
+        if (step + 1) % EVERY == 0:
+            at = kill.operation if step >= dies_after else None
+            with operations(die, at, at is not None and kill.halfway) as begun:
+                engine.save_checkpoint(str(saves), tag_at(step + 1))
+            (where / f"{name}.{rank}.operations.{step + 1}").write_text(json.dumps(begun))
     torch.save(weights(engine), where / f"{name}.{rank}.weights")
     (where / f"{name}.{rank}.read").write_text(str(engine.cache_counts.read))
     engine.destroy()
 
 
 def note(progress: Path, *words: Any) -> None:
-    """Write down a step, its loss and when it was over: lines are whole wherever the process dies."""
-    line = " ".join(map(str, [*words, time.monotonic()])) + "\n"
+    """Write down where it began, or a step and its loss: lines are whole wherever the process dies."""
     with progress.open("ab", buffering=0) as file:
-        file.write(line.encode())
+        file.write((" ".join(map(str, words)) + "\n").encode())
 
 
 def die() -> None:
@@ -102,53 +107,35 @@ def die() -> None:
 
 
 class Undisturbed(NamedTuple):
-    folder: Path
-    losses: dict[int, str]  # of every step, in hexadecimal
+    losses: dict[str, str]  # of every step, in hexadecimal
     weights: list[dict[str, torch.Tensor]]  # at the end, of every rank
-    step_s: float  # mean seconds of a step, with its save
     operations: list[dict[int, list[str]]]  # of every rank and every step with a save, by name
     cached: bool = False  # as in `train`
 
 
 def run_whole(folder: Path, cached: bool = False) -> Undisturbed:
     folder.mkdir(parents=True)
-    ends = run(folder, "whole", {}, True, cached)
+    ends = run(folder, "whole", None, cached)
     assert [end.code for end in ends] == [0] * PROCESSES, "\n".join(end.output for end in ends)
     ranks, saves = range(PROCESSES), range(EVERY, STEPS + 1, EVERY)
     assert all((int((folder / f"whole.{rank}.read").read_text()) > 0) == cached for rank in ranks)
     losses = {step: found.pop() for step, found in losses_of(folder).items()}
-    times = [float(line.split()[-1]) for line in (folder / "whole.0.progress").read_text().splitlines()]
-    found = [{step: json.loads((folder / f"operations.{step}.{rank}").read_text()) for step in saves} for rank in ranks]
-    return Undisturbed(folder, losses, weights_of(folder, "whole"), (times[-1] - times[0]) / STEPS, found, cached)
+    found = [{step: json.loads((folder / f"whole.{rank}.operations.{step}").read_text()) for step in saves} for rank in ranks]
+    return Undisturbed(losses, weights_of(folder, "whole"), found, cached)
 
 
-def losses_of(folder: Path) -> dict[int, set[str]]:
+def losses_of(folder: Path) -> dict[str, set[str]]:
     """The losses that ranks of all attempts have written down for each step."""
-    found: dict[int, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for path in folder.glob("*.progress"):
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if len(words) == 3:
-                found.setdefault(int(words[0]), set()).add(words[1])
+        for line in path.read_text().splitlines()[1:]:
+            step, loss = line.split()
+            found.setdefault(step, set()).add(loss)
     return found
 
 
 def weights_of(folder: Path, name: str) -> list[dict[str, torch.Tensor]]:
     return [torch.load(folder / f"{name}.{rank}.weights") for rank in range(PROCESSES)]
-
-
-class Kill(NamedTuple):
-    """One kill of rank ``victim``.
-
-    ``share``: of the steps that are left of the run, or of the file operations, at which it happens. The run begins when there is
-    an engine: before that PyTorch makes groups, waits without end for a rank that is dead, and leaves it to the launcher.
-    """
-
-    victim: int
-    share: float
-    # the kind of file operation in a save, or "any"; "step": as one begins; None: any time
-    operation: str | None = None
-    halfway: bool = False  # in the middle of the operation
 
 
 class Row(NamedTuple):
@@ -157,13 +144,7 @@ class Row(NamedTuple):
     where: str
     died: bool  # not where the run was over before
     said: str  # by the other rank, in one line
-    wrong: tuple[str, ...]  # found after it
-
-
-def random_kills(dice: random.Random, count: int) -> list[Kill]:
-    """So many kills, half of them aimed into a save."""
-    half = lambda: dice.random() < 0.5  # noqa: E731
-    return [Kill(dice.randrange(PROCESSES), dice.random(), "any" if half() else None, half()) for _ in range(count)]
+    wrong: tuple[str, ...]  # with that
 
 
 def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple[list[Row], list[str]]:
@@ -177,9 +158,9 @@ def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple
         rows.append(attempt(kills[len(rows)], whole, folder, f"attempt{len(rows)}"))
         if rows[-1].wrong:
             return rows, []
-    ends = run(folder, "end", {}, False, whole.cached)
+    ends = run(folder, "end", None, whole.cached)
     wrong = [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}" for end in ends if end.code != 0]
-    return rows, wrong or [*unlike(whole, folder), *broken(whole, folder)]
+    return rows, wrong or unlike(whole, folder)
 
 
 def run(folder: Path, *args: Any) -> list[Exit]:
@@ -187,102 +168,24 @@ def run(folder: Path, *args: Any) -> list[Exit]:
 
 
 def attempt(kill: Kill, whole: Undisturbed, folder: Path, name: str) -> Row:
-    resumed = step_of(folder / "checkpoints")
-    if kill.operation in (None, "step") or not (places := saves_after(whole, resumed, kill)):
-        steps = kill.share * (STEPS - resumed)
-        after, delay = resumed + int(steps), 0.0 if kill.operation == "step" else steps % 1 * whole.step_s
-        aim = Aim(after, None, delay=delay)
-        where = f"{delay:.2f} s after {f'step {after}' if after > resumed else 'the checkpoint was loaded'}"
-    else:
-        aim = places[int(kill.share * len(places))]
-        where = f"save after step {aim.step}, operation {aim.operation}"
-    ends = run(folder, name, {kill.victim: aim}, False, whole.cached)
+    ends = run(folder, name, kill, whole.cached)
     died = ends[kill.victim].code == -signal.SIGKILL
-    (said, wrong) = survived(kill, ends) if died else ("", [])
-    return Row(kill, resumed, where, died, said, (*wrong, *broken(whole, folder)))
-
-
-def saves_after(whole: Undisturbed, resumed: int, kill: Kill) -> list[Aim]:
-    """The operations that a kill may be aimed at."""
-    return [
-        Aim(step, number, kill.halfway)
-        for step, names in whole.operations[kill.victim].items()
-        for number, name in enumerate(names)
-        if step > resumed and kill.operation in ("any", name)
-    ]
+    begin, *steps = (folder / f"{name}.{kill.victim}.progress").read_text().splitlines()
+    where = f"{len(steps)} steps later{'' if kill.operation is None else f', operation {kill.operation} of a save'}"
+    return Row(kill, int(begin.split()[1]), where, died, *(survived(kill, ends) if died else ("", ())))
 
 
 _TELLS = r"waited .* (for|from|to) .*|Connection (closed|reset|refused) by peer.*|Broken pipe.*|failed to recv.*"
 
 
-def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, list[str]]:
+def survived(kill: Kill, ends: Sequence[Exit]) -> tuple[str, tuple[str, ...]]:
     """The last words of the other rank, and what is wrong with them."""
     (end,) = [end for end in ends if end.rank != kill.victim]
     # where this package waits, it says for whom; DeepSpeed's barriers and torch's store say that the connection is closed
     lines = [found[0] for line in end.output.splitlines() if (found := re.search(_TELLS, line, re.I))]
     if end.code in (1, 70) and lines:
-        return lines[-1], []
-    return "", [f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}"]
-
-
-def content_of(checkpoint: Path) -> dict[str, Any]:
-    """All that a checkpoint's files have in them, by name. Raises what reading them raises."""
-    found: dict[str, Any] = {}
-    for path in sorted(path for path in checkpoint.rglob("*") if path.is_file()):
-        name = str(path.relative_to(checkpoint))
-        if path.suffix == ".json":
-            found[name] = json.loads(path.read_text())
-            if found[name].get("cache"):
-                found[name]["cache"].pop("run")  # a name that is drawn
-        else:
-            found[name] = torch.load(path, map_location="cpu", weights_only=False)
-    return found
-
-
-def step_of(saves: Path) -> int:
-    """After which step the latest checkpoint was saved; 0 where there is none."""
-    tag = tag_of(saves, None)
-    if tag is None:
-        return 0
-    put_back(saves, tag)
-    return step_in(content_of(saves / tag))
-
-
-def step_in(content: dict[str, Any]) -> int:
-    return next(int(file["global_steps"]) for name, file in content.items() if name.startswith("mp_rank"))
-
-
-def put_back(saves: Path, tag: str) -> None:
-    """Begin a load of a checkpoint, in one process."""
-
-    def agree(error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-    WholeFolder(saves, tag, True, SimpleNamespace(agree=agree)).recover()  # type: ignore[arg-type]
-
-
-def broken(whole: Undisturbed, folder: Path) -> list[str]:
-    """Checkpoints that are not whole: each has to be the undisturbed run's at one step, file by file."""
-    saves, wrong = folder / "checkpoints", []
-    latest = tag_of(saves, None)
-    if latest is not None:
-        put_back(saves, latest)
-        if not (saves / latest).is_dir():
-            wrong.append(f"{LATEST} says {latest!r}, which is not there")
-    for tag in sorted({tag_at(step) for step in range(EVERY, STEPS + 1, EVERY)}):
-        if not (saves / tag).exists():
-            continue
-        try:
-            content = content_of(saves / tag)
-            step = step_in(content)
-        except Exception as error:
-            wrong.append(f"{tag}: {type(error).__name__}: {error}")
-            continue
-        if tag_at(step) != tag:
-            wrong.append(f"{tag}: is of step {step}")
-        wrong += [f"{tag}: {text}" for text in differences(content, content_of(whole.folder / "kept" / str(step)))]
-    return wrong
+        return lines[-1], ()
+    return "", (f"rank {end.rank} ended with {end.code}: {end.output[-2000:]}",)
 
 
 def unlike(whole: Undisturbed, folder: Path) -> list[str]:
@@ -291,19 +194,6 @@ def unlike(whole: Undisturbed, folder: Path) -> list[str]:
     odd = [step for step, loss in whole.losses.items() if losses.get(step) != {loss}]
     wrong = [f"loss of step {step}: {sorted(losses.get(step, ()))}, must be {whole.losses[step]}" for step in odd]
     for rank, (found, wanted) in enumerate(zip(weights_of(folder, "end"), whole.weights, strict=True)):
-        wrong += [f"weights of rank {rank}: {text}" for text in differences(found, wanted)]
+        assert found.keys() == wanted.keys()
+        wrong += [f"{name} of rank {rank}" for name, weight in wanted.items() if not torch.equal(found[name], weight)]
     return wrong
-
-
-def differences(found: Any, wanted: Any) -> list[str]:
-    """Where two nested values differ, to the bit; of objects other than tensors and plain values nothing is compared."""
-    (some, structure), (others, same) = tree_flatten_with_path(found), tree_flatten_with_path(wanted)
-    if structure != same:
-        return [f"other entries: {sorted({keystr(path) for path, _ in some} ^ {keystr(path) for path, _ in others})}"]
-    return [f"{keystr(path)} differs" for (path, a), (_, b) in zip(some, others, strict=True) if not is_same(a, b)]
-
-
-def is_same(a: Any, b: Any) -> bool:
-    if isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    return not isinstance(b, int | float | str | None) or a == b

@@ -237,15 +237,6 @@ def test_what_does_not_fit_is_computed_with_one_warning_or_goes_to_the_disk(make
     assert len([line for line in said if "no more room" in line]) == 1
 
 
-def test_an_entry_may_be_empty_and_takes_its_own_room_again_in_a_run_with_less_of_it(tmp_path: Path) -> None:
-    before = Tier(tmp_path, "one", None)
-    assert before.write("level/empty", []) and before.read("level/empty") == b"" and before.write("level/a", [b"12"])
-    before.close(keep=True)
-    after = Tier(tmp_path, "one", 1)
-    assert after.write("level/a", [b"21"]) and after.read("level/a") == b"21" and not after.write("level/b", [b"3"])
-    after.close(keep=False)
-
-
 def test_a_name_is_of_all_that_the_model_gets_of_a_sample_and_not_of_strides() -> None:
     tokens, mask, everywhere = torch.arange(12).view(3, 4), torch.ones(3, 1, 1, 4, dtype=torch.bool), torch.ones(4, 4)
     before = names((tokens, mask, everywhere))

@@ -1,80 +1,105 @@
 """A mistake in elastic_pipeline, the model, the launch or the batch is one line, on every rank, before a step."""
 
-import json
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.pipe import LayerSpec
 from hypothesis import given, strategies as st
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic.policies.freeze import FreezePolicy
 from ds_terapipe.elastic.saved import state
 from ds_terapipe.elastic.settings import CacheSettings, DataSettings, FreezeSettings, ResizeSettings, parse
-from ds_terapipe.json_files import write_json
-from ds_terapipe.names import ELASTIC_STATE
 from tests.elastic.samples import registered
+from tests.elastic.test_elastic_measured import Hooked
 from tests.elastic.training import Case, data_of, engine_of
 from tests.json_values import JSON
 from tests.pipeline.models import Block, FrozenBlock, FrozenEmbedding, gpt
+from tests.pipeline.test_shared_weights import sharing
 from tests.spawn import launched
 
 Odd = type("Odd", (Block,), {"forward": lambda self, x: Block.forward(self, x if self.training else x.cumsum(1))})
 CASE = Case("gpt", "sgd", 2, (), (), steps=1, slices=None)
 ODD = Case("texts", "sgd", 2, (), ((1, 1),), slices=None, batch=3, size=1)
-FROZEN = replace(CASE, slices=2, freeze=((1, 2),), steps=2)
-HALVE = {"resize": {"policy": "halve"}}
-NORMS = {"freeze": {"policy": "grad_norm", "interval": 3}}
+SHARING = Case("texts", "adamw", 1, (), ((1, 2),), slices=None, steps=3)
+BACK = {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}
+HALVE, ONE = {"resize": {"policy": "halve"}}, {"zero_optimization": {"stage": 1}}
 BESIDE = "beside elastic_pipeline.freeze.policy, resize.policy or partition"
-ZERO_1 = {"elastic_pipeline": HALVE, "zero_optimization": {"stage": 1}}
-FLAT = 'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'
 CURRICULUM = {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}, "data_cluster_path": "."}}}
-STAGES = {"elastic_pipeline": {"enabled": False}, "data_efficiency": CURRICULUM}
+ALWAYS = "data_sampling.curriculum_learning.enabled: got true, must be false beside"
+
+
+def block(elastic: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """The configuration."""
+    return {"config": {**keys, "elastic_pipeline": elastic}}
 
 
 def schedule(*pairs: list[int]) -> dict[str, Any]:
     return {"freeze": {"policy": "schedule", "frozen_layers": [*pairs]}}
 
 
-# what is in the configuration beside an elastic block that says less, or by rank; what is said
-CONFIGS: dict[str, tuple[Any, ...]] = {
-    "disk": ({"cache": {"enabled": True, "disk_path": "/dev/null/cache"}},
+def mine(rank: int, *answers: float) -> dict[str, Any]:
+    """A policy that gives each rank an answer."""
+    cls = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen: answers[rank]})
+    return {"steps": 1, "policy": cls, **block({"freeze": {"policy": "mine"}})}
+
+
+# options of `refused` on a rank, and what is said
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "disk": (lambda rank: block({"cache": {"enabled": True, "disk_path": "/dev/null/cache"}}),
              'elastic_pipeline.cache.disk_path: got "/dev/null/cache", must be a folder that can be written to (Not a directory)',
              'use e.g. "cache/"'),
-    "no folder": ({"history_path": "/dev/null/history.jsonl"}, 'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
+    "no folder": (lambda rank: block({"history_path": "/dev/null/history.jsonl"}),
+                  'elastic_pipeline.history_path: got "/dev/null/history.jsonl"',
                   "must be a file that can be written (Not a directory), use e.g. history.jsonl"),
-    "ranks differ": ((schedule([1, 1]), schedule([1, 2])), "got other settings on rank 1 than on rank 0", "use one file"),
+    "ranks differ": (lambda rank: block(schedule([1, 1 + rank])), "got other settings on rank 1 than on rank 0", "use one file"),
+    "offload": (lambda rank: block(HALVE, zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
+                f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"'),
+    "ZeRO-2": (lambda rank: block(schedule([1, 1]), zero_optimization={"stage": 2}),
+               f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1"),
+    "norms and ZeRO-1": (lambda rank: block({"freeze": {"policy": "grad_norm", "interval": 3}}, **ONE),
+                         'freeze.policy: got "grad_norm", must be a policy without norms of gradients beside', 'use "alpha"'),
+    "one rank fails": (lambda rank: mine(rank, 0, 0.5), "freeze.policy: got 0.5 from Mine.at_step, must be a number of entries"),
+    "answers differ": (lambda rank: mine(rank, 0, 1),
+                       'freeze.policy: got 1 entries to freeze on rank 1 and 0 on rank 0 from "mine", must be the same on all'),
+    "batch": (lambda rank: {"case": ODD},
+              "resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
+    "one count": (lambda rank: {"case": replace(CASE, optimizer="fused adam"), **block({"freeze": BACK})},
+                  'freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
+    "replaced": (lambda rank: {"optimizer": {"type": "Adagrad"}, **block(HALVE, **ONE)},
+                 'optimizer.type: got "Adagrad", must be one that layers can leave', 'use e.g. "AdamW", or zero_optimization'),
+    "matrices": (lambda rank: {"optimizer": {"type": "Muon", "params": {"torch_adam": True}}, **block(HALVE, **ONE)},
+                 'optimizer.type: got "MuonWithAuxAdam", must be one that layers can leave'),
+    "curriculum": (lambda rank: {"training_data": [0], **block({}, data_efficiency=CURRICULUM)}, f"{ALWAYS} elastic_pipeline"),
+    "of stages": (lambda rank: {"token_pipeline": {"slices": 1}, "training_data": [0],
+                                **block({"enabled": False}, data_efficiency=CURRICULUM)}, f"{ALWAYS} several pipeline stages"),
+    "stream": (lambda rank: {"training_data": type("Pairs", (IterableDataset,), {"__iter__": iter})(), **block({})},
+               'training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
+    "other data": (lambda rank: {"training_data": [0] * (1 + rank), **block({})},
+                   'training_data: got "2 samples on rank 1 and 1 on rank 0", must be the same on all ranks', "use the whole"),
+    "shared": (lambda rank: {"case": SHARING, "steps": 2, "specs": sharing("head's weight")},
+               "got entries 0 and 5 of the layer list on stages 0 and 1, which share trained weights and would train copies",
+               ' use TiedLayerSpec("shared", Embedding, ..., tied_weight_attr=["tokens.weight"]'),
+    "stray": (lambda rank: {"case": SHARING, "optimizer": lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(3))], lr=0.1)},
+              "optimizer: got parameter 50 of group 0, of shape [3], must be in the PipelineModule where layers may go"),
+    "hook": (lambda rank: {"kind": Hooked, **block(HALVE)},
+             "elastic_pipeline.resize.policy: got 1 hooks on module 3, registered on a live layer"),
+    "nothing trains": (lambda rank: {"specs": [LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]},
+                       "model: got no parameter with requires_grad"),
 }  # fmt: skip
-BESIDES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
-    "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, HALVE,
-                (f"must be absent {BESIDE} (what is offloaded does not move), or", 'use device "none"')),
-    "ZeRO-2": ({"zero_optimization": {"stage": 2}}, schedule([1, 1]),
-               (f"zero_optimization.stage: got 2, must be 0 or 1 {BESIDE}", "use 1")),
-    "norms and ZeRO-1": ({"zero_optimization": {"stage": 1}}, NORMS, FLAT),
-}  # fmt: skip
-MODELS = {
-    "one rank fails": ("freeze.policy: got 0.5 from Mine.at_step, must be a number of entries",),
-    "answers differ": ('freeze.policy: got 1 entries to freeze on rank 1 and 0 on rank 0 from "mine", must be the same on all',),
-    "batch": ("resize.policy: got 1, must be a number of stages whose replicas, here 2, divide the batch of 3 samples", "use 2"),
-    "one count": ('freeze.unfreeze: got ["lr_restart"], must be absent beside DeepSpeed\'s FusedAdam', "use []"),
-    "replaced": ('optimizer.type: got "Adagrad", must be one that layers can leave', 'use e.g. "AdamW", or zero_optimization'),
-    "matrices": ('optimizer.type: got "MuonWithAuxAdam", must be one that layers can leave', "use "),
-    "curriculum": ("data_sampling.curriculum_learning.enabled: got true, must be false beside elastic_pipeline", "use "),
-    "of stages": ("data_sampling.curriculum_learning.enabled: got true, must be false beside several pipeline stages", "use "),
-    "stream": ('training_data: got "Pairs", must be a dataset with __len__ and __getitem__ beside', "a list, or an iterator"),
-    "other data": ('training_data: got "2 samples on rank 1 and 1 on rank 0", must be the same on all ranks', "use the whole"),
-    "nothing trains": ("model: got no parameter with requires_grad", "use "),
-}
 
 
-def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, Any]:
+def refused(case: Case = CASE, steps: int = 0, policy: Any = FreezePolicy, **options: Any) -> tuple[str, Any]:
     """Class and text of what ``initialize``, or so many steps after it, raise; or else the steps' losses."""
     try:
-        engine = engine_of(case, **options)
-        losses = [float(engine.train_batch(iter(micro_batches))) for micro_batches in data_of(case)[:steps]]
+        with registered("mine", policy):
+            engine = engine_of(case, **options)
+            losses = [float(engine.train_batch(iter(micro_batches))) for micro_batches in data_of(case)[:steps]]
     except Exception as error:
         return type(error).__name__, str(error)
     engine.destroy()
@@ -82,42 +107,23 @@ def refused(case: Case = CASE, steps: int = 0, **options: Any) -> tuple[str, Any
 
 
 def worker(rank: int, world_size: int) -> dict[str, Any]:
-    found = {name: refused(config={**keys, "elastic_pipeline": block}) for name, (keys, block, _) in BESIDES.items()}
-    for name, (block, *_) in CONFIGS.items():
-        found[name] = refused(config={"elastic_pipeline": block[rank] if isinstance(block, tuple) else block})
-    back = {"freeze": {"policy": "alpha", "interval": 3, "unfreeze": ["lr_restart"]}}
-    for name, answer in {"one rank fails": (0, 0.5), "answers differ": (0, 1)}.items():
-        mine = type("Mine", (FreezePolicy,), {"at_step": lambda self, step, frozen, answer=answer: answer[rank]})
-        with registered("mine", mine):
-            found[name] = refused(config={"elastic_pipeline": {"freeze": {"policy": "mine"}}}, steps=1)
     return {
-        **found,
-        "batch": refused(ODD),
-        "replaced": refused(optimizer={"type": "Adagrad"}, config=ZERO_1),
-        "matrices": refused(optimizer={"type": "Muon", "params": {"torch_adam": True}}, config=ZERO_1),
-        "stream": refused(training_data=type("Pairs", (IterableDataset,), {"__iter__": iter})(), config={"elastic_pipeline": {}}),
-        "other data": refused(training_data=[0] * (1 + rank), config={"elastic_pipeline": {}}),
-        "curriculum": refused(training_data=[0], config={"elastic_pipeline": {}, "data_efficiency": CURRICULUM}),
-        "of stages": refused(token_pipeline={"slices": 1}, training_data=[0], config=STAGES),
-        "one count": refused(replace(CASE, optimizer="fused adam"), config={"elastic_pipeline": back}),
-        "nothing trains": refused(specs=[LayerSpec(FrozenEmbedding), LayerSpec(FrozenBlock)]),
-        "frozen": refused(FROZEN, 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
-        # a user's own frozen layers need nothing moved
-        "static": refused(config={"zero_optimization": {"stage": 1}, "elastic_pipeline": {"enabled": True}}),
-        "step": refused(config={"elastic_pipeline": HALVE}, steps=1),  # after all that was refused
+        **{name: refused(**options(rank)) for name, (options, *_) in REFUSED.items()},
+        "frozen": refused(replace(CASE, slices=2, freeze=((1, 2),), steps=2), 2, specs=[*gpt()[:1], LayerSpec(Odd), *gpt()[2:]]),
+        "static": refused(**block({"enabled": True}, **ONE)),  # a user's own frozen layers need nothing moved
+        "step": refused(steps=1, **block(HALVE)),  # after all that was refused
     }
 
 
 ranks = launched(worker, 2, timeout=200)
-SAID = {**{n: said for n, (_, *said) in CONFIGS.items()}, **{n: said for n, (*_, said) in BESIDES.items()}, **MODELS}
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_is_wrong_is_one_line_on_every_rank(ranks: Any, name: str) -> None:
     kind, text = ranks[0][name]
     assert (kind, "\n" in text) == ("ConfigError", False), (kind, text)
     assert all(found[name] == (kind, text) for found in ranks)
-    assert all(part in text for part in SAID[name]), text
+    assert all(part in text for part in REFUSED[name][1:]), text
     assert ", must " in text and ", use " in text
 
 
@@ -141,16 +147,6 @@ def test_a_checkpoint_of_another_training_is_refused(saved: dict[str, Any], text
     with pytest.raises(ConfigError) as caught:
         state.check({**NOW, **saved}, NOW)
     assert text in str(caught.value) and "\n" not in str(caught.value) and ", use " in str(caught.value)
-
-
-def test_what_is_saved_is_read_again_and_nothing_else(tmp_path: Any) -> None:
-    assert state.read(tmp_path) is None
-    write_json(tmp_path / ELASTIC_STATE, NOW)
-    assert state.read(tmp_path) == NOW
-    for content in ("{", "{}", json.dumps({**NOW, "parts": [0, 6]})):
-        (tmp_path / ELASTIC_STATE).write_text(content)
-        with pytest.raises(ConfigError, match=r"^load_checkpoint: got .* must be .*, use another checkpoint$"):
-            state.read(tmp_path)
 
 
 BLOCKS = {"freeze": FreezeSettings, "resize": ResizeSettings, "cache": CacheSettings, "data": DataSettings}
@@ -220,8 +216,7 @@ def test_the_block_itself() -> None:
 def test_a_registered_policy_says_what_it_reads() -> None:
     with registered("mine", type("Mine", (FreezePolicy,), {"reads": ("alpha",)})):
         assert parse({"elastic_pipeline": {"freeze": {"policy": "mine", "alpha": 0.4}}}).freeze.alpha == 0.4
-        said = mistake_in(freeze={"policy": "mine", "frozen_layers": [[1, 1]]})
-        assert '"policy": "mine", which does not read it' in said
+        assert '"policy": "mine", which does not read it' in mistake_in(freeze={"policy": "mine", "frozen_layers": [[1, 1]]})
     assert '"static"' in mistake_in(freeze={"policy": "mine"})
 
 

@@ -238,6 +238,10 @@ def test_the_limit_is_of_all_processes_and_of_a_run_alone_and_no_space_leaves_wh
     assert one.write("c", PARTS) and not one.full
     another = Tier(tmp_path, "other", 3000)
     assert another.write("a", [b"its own"]) and not another.write("b", PARTS * 2)
+    assert another.write("empty", []) and another.read("empty") == b""
+    another.close(keep=True)
+    another = Tier(tmp_path, "other", 1)  # what goes on with less room has that of its entries
+    assert another.write("a", [b"in turn"]) and another.read("a") == b"in turn" and not another.write("b", [b"3"])
     another.close(keep=False)
     assert not (tmp_path / "other").exists() and bytes(one.read("c")) == WHOLE
     before = one.used_bytes

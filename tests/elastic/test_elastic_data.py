@@ -139,20 +139,13 @@ def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any
         seen |= drawn
     epochs = [index for step in steps for index in step]
     assert sorted(epochs[:SAMPLES]) == list(range(SAMPLES)) and epochs[:SAMPLES] != epochs[SAMPLES : 2 * SAMPLES]
-    data, evaluated, size = Texts(SAMPLES), {}, CASE.size
-
-    def evaluate(number: int, model: Any) -> None:
-        with torch.no_grad():
-            if number in CHANGES:
-                singles = ([micro_batch_of(texts, [index]) for index in range(len(texts))] for texts in datasets())
-                evaluated[number] = [mean([mean_loss(model(x), y) for x, y in samples]) for samples in singles]
-
+    data, size = Texts(SAMPLES), CASE.size
     batches = [[micro_batch_of(data, step[at : at + size]) for at in range(0, len(step), size)] for step in steps]
-    losses = reference_on(CASE, batches, evaluate).losses
+    singles = [[micro_batch_of(texts, [index]) for index in range(len(texts))] for texts in datasets()]
+    losses, evaluated = alone(batches, singles)
     for found in ranks:
         assert found["shapes"] == SHAPES and found["losses"] == pytest.approx(losses, rel=LOSS)
-        for number, wanted in evaluated.items():
-            assert found["evaluated"][number][0] == pytest.approx(wanted, rel=LOSS), number
+        assert {number: means for number, (means, _) in found["evaluated"].items()} == evaluated
     for step in CHANGES:  # the rest, less than one micro-batch for each replica, is read by all alike
         _, replicas, size, _ = SHAPES[step]
         for number, total in enumerate(SIZES):
@@ -162,26 +155,27 @@ def test_training_data_comes_in_order_and_every_evaluated_sample_once(ranks: Any
             assert all([index for index in read if index >= apart] == list(range(apart, total)) for read in reads)
 
 
-def mean(values: Sequence[torch.Tensor]) -> float:
-    return float(sum(values)) / len(values)
-
-
-def test_iterators_of_the_first_shape_feed_all_shapes(ranks: Any) -> None:
-    replicas, evaluated = RANKS // CASE.stages, {}
-    share = CASE.batch // CASE.size // replicas
+def alone(batches: list[list[Any]], samples: list[list[Any]]) -> tuple[list[float], dict[int, Any]]:
+    """In one process: losses, and behind the first step in each shape the mean losses of the lists of samples."""
+    evaluated = {}
 
     def evaluate(number: int, model: Any) -> None:
         with torch.no_grad():
             if number in CHANGES:
-                losses = [mean_loss(model(x), y) for x, y in map(micro, range(7000, 7000 + replicas * share))]
-                evaluated[number] = [mean(losses[: replicas * (asked or share)]) for asked in ASKED]
+                means = [float(sum(mean_loss(model(x), y) for x, y in each)) / len(each) for each in samples]
+                evaluated[number] = pytest.approx(means, rel=LOSS)
 
+    return reference_on(CASE, batches, evaluate).losses, evaluated
+
+
+def test_iterators_of_the_first_shape_feed_all_shapes(ranks: Any) -> None:
+    replicas = RANKS // CASE.stages
+    share = CASE.batch // CASE.size // replicas
     steps = [[micro(1000 * s + n) for n in range(batch // CASE.size)] for s, batch in enumerate(BATCHES)]
-    losses = reference_on(CASE, steps, evaluate).losses
+    losses, evaluated = alone(steps, [[*map(micro, range(7000, 7000 + replicas * (asked or share)))] for asked in ASKED])
     for found in (rank["iterators"] for rank in ranks):
         assert found["shapes"] == SHAPES and found["losses"] == pytest.approx(losses, rel=LOSS)
-        for number, wanted in evaluated.items():
-            assert found["evaluated"][number] == pytest.approx(wanted, rel=LOSS), number
+        assert found["evaluated"] == evaluated
 
 
 def test_data_that_end_or_are_wrong_on_one_rank_are_so_on_all_and_training_goes_on(ranks: Any) -> None:

@@ -10,25 +10,23 @@ from pathlib import Path
 
 import torch
 
-from tests.elastic.killed import EVERY, Kill, Row, Undisturbed, run_killed, run_whole, saves_after, tag_at
+from tests.elastic.killed import EVERY, STEPS, Kill, Row, Undisturbed, run_killed, run_whole, tag_at
 from tests.elastic.training import Case, data_of, engine_of
 from tests.spawn import Exit, in_background, run_to_exit
 
 
 def while_the_latest_has_no_name(whole: Undisturbed) -> Kill:
     """Between the two renames of a save that replaces the latest checkpoint by one of the same name."""
-    places = saves_after(whole, 0, Kill(0, 0.0, "rename"))
-    for number, (first, second) in enumerate(itertools.pairwise(places)):
-        replaces = tag_at(first.step) == tag_at(first.step - EVERY)
-        if replaces and first.step == second.step and second.operation == first.operation + 1:
-            return Kill(0, (number + 1.5) / len(places), "rename")
-    raise AssertionError("no save has two renames")
+    step = next(step for step in whole.operations[0] if tag_at(step) == tag_at(step - EVERY))
+    first = [*itertools.pairwise(whole.operations[0][step])].index(("rename", "rename"))
+    return Kill(0, (step - 1) / STEPS, first + 1)
 
 
 def killed_three_times() -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         whole = run_whole(Path(folder, "whole"))
-        kills = [while_the_latest_has_no_name(whole), Kill(1, 0.3, "save", halfway=True), Kill(0, 0.5, "step")]
+        in_a_file = Kill(1, 0.3, whole.operations[1][EVERY].index("save"), halfway=True)
+        kills = [while_the_latest_has_no_name(whole), in_a_file, Kill(0, 0.5)]
         return run_killed(kills, whole, Path(folder, "killed"))
 
 

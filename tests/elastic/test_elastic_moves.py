@@ -11,7 +11,6 @@ from torch import nn
 from ds_terapipe import ConfigError
 from ds_terapipe.elastic import redistribute
 from ds_terapipe.elastic.moves import reshape
-from ds_terapipe.elastic.moves.groups import refill
 from ds_terapipe.elastic.moves.transfer import check_structure, sent_of, stage_state
 from ds_terapipe.elastic.redistribute import parcels
 from ds_terapipe.elastic.saved.universal import joined, kind_of, part_of
@@ -164,10 +163,3 @@ def test_frozen_parameters_leave_and_an_empty_group_gets_one_that_nothing_uses()
     first, second = ([*group["params"]] for group in optimizer.param_groups)
     assert len(first) == len(second) == 1 and first[0] is module.weight
     assert second[0].requires_grad and names[second[0]] == UNUSED and second[0].numel() == 1 and second[0].kind == "2-D"
-
-
-def test_groups_get_the_settings_of_the_ranks_that_fill_them() -> None:
-    optimizer, module = with_groups((1.0, 0.1), (1.0, 0.0)), nn.Linear(2, 2)
-    refill(optimizer, module, {"weight": 1, "bias": 0}, {}, [{"lr": 0.7, "weight_decay": 0.3}, {"lr": 0.8}])
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.7, 0.3), (0.8, 0.0)]
-    assert [id(group["params"][0]) for group in optimizer.param_groups] == [id(module.bias), id(module.weight)]

@@ -1,9 +1,7 @@
-"""A loss with a state, weights that entries share, and parameters of no layer: none is in one entry of the layer list."""
+"""A loss with a state, which is in no entry of the layer list, goes where the model ends and into checkpoints."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,18 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_terapipe.elastic.policies.resize import POLICY
-from ds_terapipe.job import error_of
-from tests.elastic.training import MODELS, Case, data_of, engine_of, grouped_adamw, reference
-from tests.pipeline.models import VOCABULARY, Plain, gpt, mean_loss
-from tests.pipeline.test_shared_weights import SHARED, sharing
+from tests.elastic.training import MODELS, Case, data_of, engine_of, grouped_adamw
+from tests.pipeline.models import VOCABULARY, Plain, gpt
 from tests.pipeline.training import Trace, difference, train_module
 from tests.spawn import launched
 
 LOSS = Case("texts", "adamw", 2, (), ((1, 1), (4, 2)), steps=6)
 LOSSES = {"fp32": (LOSS, 1e-5), "bf16 ZeRO-1": (replace(LOSS, precision="bf16 ZeRO-1"), 1e-2)}  # and tolerances
 SAVED = 3  # on two replicas
-SHARING = Case("texts", "adamw", 1, (), ((1, 2),), slices=None, steps=3)
 
 
 class Scaled(nn.Module):
@@ -42,11 +36,6 @@ class Scaled(nn.Module):
         return factor * F.cross_entropy((logits.float() * self.scale * self.all).flatten(0, 1), targets.flatten())
 
 
-def known(name: str, layers: Callable[[], list[Any]], loss: Any) -> Any:
-    """A model for the length of a training; its samples are texts."""
-    return mock.patch.dict(MODELS, {name: (layers, loss, MODELS["texts"][2])})
-
-
 def trained(engine: Any, case: Case, first: int, stop: int) -> list[float]:
     """Losses of some steps, whose micro-batches the replicas of the start share."""
     replicas = engine.start_shape.replicas
@@ -57,16 +46,14 @@ def trained(engine: Any, case: Case, first: int, stop: int) -> list[float]:
 
 def with_loss(case: Case, rank: int, folder: str) -> dict[str, Any]:
     """The copy of the first stage, which nothing uses there, has other values than that of the last one."""
-    found: dict[str, Any] = {}
-    for way in ("run", "resumed"):
-        with known("scaled", gpt, Scaled(3.0 if rank == 0 or way == "resumed" else 1.0)):
+    found: dict[str, Any] = {"losses": []}
+    for begin, end, first in ((0, SAVED, 3.0 if rank == 0 else 1.0), (SAVED, case.steps, 3.0)):
+        with mock.patch.dict(MODELS, {"scaled": (gpt, Scaled(first), MODELS["texts"][2])}):
             engine = engine_of(replace(case, model="scaled"))
-        if way == "resumed":
+        if begin:
             engine.load_checkpoint(folder)
-        else:
-            begun = trained(engine, case, 0, SAVED)
-            engine.save_checkpoint(folder)
-        found[way] = begun + trained(engine, case, SAVED, case.steps)
+        found["losses"] += trained(engine, case, begin, end)
+        engine.save_checkpoint(folder)
         ends, own = engine.is_last_stage(), dict(engine.module.loss_fn.named_parameters())
         found["loss"] = {n: p.detach().clone() for n, p in own.items() if ends}
         found["trains"] = {p.requires_grad for p in own.values()} == {ends}
@@ -93,30 +80,8 @@ def alone(case: Case) -> Trace:
     return train_module(model, optimizer, data_of(case), part_of_loss, case.clip, begin)
 
 
-def shared() -> dict[str, Any]:
-    """The error of one stage that would become two, and losses up to there."""
-    with known("shared", partial(sharing, "head's weight"), mean_loss):
-        case, losses = replace(SHARING, model="shared"), []
-        engine = engine_of(case)
-        move = error_of(lambda: losses.extend(trained(engine, case, at, at + 1)[0] for at in range(case.steps)))
-        engine.destroy()
-        wanted = reference(case).losses
-    return {"error": move, "losses": losses, "alone": wanted}
-
-
-def stray() -> str:
-    """The error about a trained parameter that only a function as a loss uses."""
-    case, weight = replace(SHARING, model="stray"), nn.Parameter(torch.ones(VOCABULARY))
-    with known("stray", gpt, lambda logits, targets: mean_loss(logits * weight, targets)):
-        return str(error_of(lambda: engine_of(case, optimizer=lambda p: torch.optim.SGD([*p, weight], lr=0.1))))
-
-
 def worker(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {
-        **{name: with_loss(case, rank, f"{folder}/{name}") for name, (case, _) in LOSSES.items()},
-        "shared": shared(),
-        "stray": stray(),
-    }
+    return {name: with_loss(case, rank, f"{folder}/{name}") for name, (case, _) in LOSSES.items()}
 
 
 ranks = launched(worker, 2, timeout=250, folder=True)
@@ -127,22 +92,6 @@ def test_a_loss_that_is_a_module_goes_where_the_model_ends_and_into_checkpoints(
     (case, limit), found = LOSSES[name], [rank[name] for rank in ranks]
     trace = alone(case)
     for each in found:
-        assert each["trains"] and each["run"] == pytest.approx(trace.losses, rel=limit)
-        assert each["resumed"] == pytest.approx(trace.losses, rel=limit)
+        assert each["trains"] and each["losses"] == pytest.approx(trace.losses, rel=limit)
     assert found[0]["loss"] == {} and found[1]["loss"].keys() == {"scale", "all"}
     assert all(difference(weight, trace.weights[f"loss.{key}"]) <= 10 * limit for key, weight in found[1]["loss"].items())
-
-
-def test_a_reshape_to_stages_that_would_train_copies_of_a_weight_is_refused(ranks: Any) -> None:
-    entries, weights = SHARED["head's weight"]
-    text = f"got entries {entries} of the layer list on stages 0 and 1, which share trained weights and would train copies, must"
-    for found in (rank["shared"] for rank in ranks):
-        said = str(found["error"])
-        assert said.startswith(f"{POLICY}: {text}") and f' use TiedLayerSpec("shared", {weights}' in said, said
-        assert "\n" not in said and type(found["error"]).__name__ == "ConfigError"
-        assert found["losses"] == pytest.approx(found["alone"][:1], rel=1e-5)
-
-
-def test_a_parameter_that_is_in_no_layer_and_not_in_the_loss_is_named(ranks: Any) -> None:
-    text = f"optimizer: got parameter 50 of group 0, of shape [{VOCABULARY}], must be in the PipelineModule where layers may go"
-    assert all(rank["stray"].startswith(text) for rank in ranks)

@@ -25,8 +25,7 @@ def wanted(policy: Any, step: int = 0, present: int = 4, start: int = 4, sizes: 
 
 def test_off_stays_and_a_listed_step_holds_from_that_step_on() -> None:
     assert wanted("off", step=100, frozen=7) == 4
-    pairs = [[3, 2], [5, 1], [9, 4]]
-    assert [wanted(pairs, step=step) for step in range(11)] == [4, 4, 4, 2, 2, 1, 1, 1, 1, 4, 4]
+    assert [wanted([[3, 2], [5, 1], [9, 4]], step=step) for step in range(11)] == [4, 4, 4, 2, 2, 1, 1, 1, 1, 4, 4]
 
 
 def test_halve_goes_by_the_compression_test_and_never_grows() -> None:

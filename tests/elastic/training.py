@@ -65,14 +65,11 @@ def layers(*kinds: type[nn.Module]) -> Callable[[], list[Any]]:
     return lambda: [LayerSpec(kind) for kind in kinds]
 
 
-def _masked(seed: int, size: int) -> Any:
-    return models.micro_batch(seed, batch=size)
+def _masked(seed: int, size: int, masked: bool = True) -> Any:
+    return models.micro_batch(seed, batch=size, masked=masked)
 
 
-def _texts(seed: int, size: int) -> Any:
-    return models.micro_batch(seed, batch=size, masked=False)
-
-
+_texts = partial(_masked, masked=False)
 MODELS: dict[str, tuple[Callable[[], list[Any]], Callable[..., Tensor], Callable[[int, int], Any]]] = {
     "gpt": (gpt, masked_loss, _masked), "tied": (tied_gpt, masked_loss, _masked),
     "dropping texts": (layers(Embedding, *[Dropping] * 4, Head), mean_loss, _texts),

@@ -16,10 +16,14 @@ from .tables import ALIKE, APART, BF16, FP16, FP32, Case, Run, reference, run, r
 
 LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049)
 LONG = (8191, 8193, 65535, 65536, 65537)
+MIXTURES = list(itertools.product((FP32, FP16, BF16), (FP32, FP16, BF16), (None, FP32, FP16, BF16)))
 MIXED = [
     Run(1000, 0), Run(257, 0, shifts=APART), Run(33, 1, types=(FP32, FP32, BF16)), Run(0, 2),
     Run(1, 3, types=(FP16, BF16, None)), Run(3000, 5, shifts=ALIKE, counted=False),
 ]  # fmt: skip
+
+
+LARGE = [*MIXED, Run(1_000_003, 6), Run(70_000, 6, types=(FP32, FP32, BF16), shifts=ALIKE)]
 
 
 class OpTests:
@@ -40,8 +44,7 @@ class OpTests:
 
     @pytest.mark.parametrize("length", [1, 33, 700])
     def test_every_mixture_of_types(self, op: Any, length: int) -> None:
-        types = list(itertools.product((FP32, FP16, BF16), (FP32, FP16, BF16), (None, FP32, FP16, BF16)))
-        runs = [Run(length, i, types=each, shifts=(ALIKE, APART)[i % 2]) for i, each in enumerate(types)]
+        runs = [Run(length, i, types=each, shifts=(ALIKE, APART)[i % 2]) for i, each in enumerate(MIXTURES)]
         step_and_compare(op, self.case(runs, [Rule(lr=0.1)]))
 
     @pytest.mark.parametrize("eps_inside", [0, EPS_INSIDE_SQRT])
@@ -119,6 +122,19 @@ class OpTests:
 
 class CudaTests(OpTests):
     """Besides, for kernels that count steps themselves."""
+
+    def test_same_bits_at_every_run(self, op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of which the emulation takes blocks and threads in other orders, and a device as they come."""
+        found, runs = [], LARGE if self.long_everywhere else MIXED
+        for number, way in enumerate((run, run, run_in_phases), start=1):
+            monkeypatch.setenv("EMULATION_SEED", str(number))
+            monkeypatch.setenv("EMULATION_WORKERS", str(number))
+            case = self.case(runs, layers=8)
+            for _ in range(3):
+                case.set_control(max_norm=1.0)
+                way(op, case, advance=True)
+            found.append(case.bits())
+        assert all(same(found[0], other) for other in found)
 
     def test_same_moments_and_step_as_the_cpu_op_bit_for_bit(self, op: Any) -> None:
         runs = [Run(3000, 0, types=(FP32, FP32, BF16)), Run(777, 1, types=(BF16, FP16, FP16), shifts=APART)]

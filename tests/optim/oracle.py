@@ -15,6 +15,8 @@ SHAPES = ((24, 33), (257,), (3, 5, 2, 2), (1,), (40, 7))
 GRADIENT_SIZES = (1e-2, 1e-2, 3e-3, 1e-2, 1e-6)
 # The norms of the gradients are between 0.03 and 3: some steps clip, others do not.
 SCALE, MAX_GRAD_NORM = 1024.0, 0.3
+# Half the distance of neighbours, relative to a number and for subnormal ones: what storing the right result costs.
+ROUNDING = {torch.float32: (2.0**-24, 0.0), torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 0.0)}
 # Some twenty roundings of 6e-8 each lie between a gradient and a step, most of them random.
 STEP_TOLERANCE, RATIO_TOLERANCE = 2e-6, 1e-6
 
@@ -99,14 +101,13 @@ class Oracle:
 
 
 def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:
-    """How wrong a step is, relative to the layer's largest step, beyond the rounding of the stored fp32 parameter.
-
-    Half a unit in the last place of an fp32 number x is at most 6e-8 \\|x\\|: no op that stores fp32 can be nearer.
-    """
+    """How wrong a step is, relative to the layer's largest step, beyond the rounding of the stored parameter, or copy of it."""
+    relative, subnormal = ROUNDING[after.dtype]
     before, after, expected = before.double(), after.double(), expected.double()
     if not before.numel():
         return 0.0
-    error = ((after - expected).abs() - 6e-8 * torch.maximum(after.abs(), expected.abs())).clamp(min=0).max().item()
+    rounding = (relative * torch.maximum(after.abs(), expected.abs())).clamp(min=subnormal)
+    error = ((after - expected).abs() - rounding).clamp(min=0).max().item()
     step = (expected - before).abs().max().item()
     return error / step if step and math.isfinite(error) else (math.inf if error else 0.0)
 

@@ -73,12 +73,13 @@ class Observed:
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.shapes, self.steps, self.losses = engine, [], [], []
-        engine.optimizer.register_step_pre_hook(self._before_step)
+        engine.basic_optimizer.register_step_pre_hook(self._before_step)
         first = next(m for m in engine.module.modules() if not list(m.children()) and list(m.parameters()))
         first.register_forward_hook(lambda module, inputs, output: self.shapes.append(tuple(output.shape[:2])))
 
     def _before_step(self, optimizer: Any, *args: Any) -> None:
         batch, pieces = self.engine.train_batch_size(), self.engine.gradient_accumulation_steps()
+        pieces = getattr(self.engine.optimizer, "gradient_accumulation_steps", pieces)  # ZeRO's own copy
         self.steps.append((optimizer.param_groups[0]["lr"], batch, pieces, set(self.shapes)))
         self.shapes.clear()
 
@@ -123,8 +124,8 @@ class Iterated(Iterator[Any]):
     With ``_num_workers`` it looks like the iterator of a loader with worker processes.
     """
 
-    def __init__(self, engine: Any, data: Texts, workers: int = 0) -> None:
-        self.engine, self.data, self.order, self._num_workers = engine, data, endless(list(range(SAMPLES))), workers
+    def __init__(self, engine: Any, data: Texts, order: Iterator[int], workers: int) -> None:
+        self.engine, self.data, self.order, self._num_workers = engine, data, order, workers
 
     def __next__(self) -> Any:
         picked = [next(self.order) for _ in range(self.engine.train_micro_batch_size_per_gpu())]
@@ -132,24 +133,17 @@ class Iterated(Iterator[Any]):
 
 
 def own_iterator() -> dict[str, Any]:
-    """``train_batch(data_iter)``: unregistered, registered, and one that reads ahead across a switch."""
-    engine, data = pipeline(None), Texts(SAMPLES)
-    iterator = Iterated(engine, data)
+    """``train_batch(data_iter)``: unregistered, registered, and those that read ahead across a switch, which must be new ones."""
+    engine, data, order = pipeline(None), Texts(SAMPLES), endless(list(range(SAMPLES)))
+    iterator = Iterated(engine, data, order, workers=2)
     found: dict[str, Any] = {"unregistered": raised(lambda: engine.train_batch(iterator))}
     engine.lr_scheduler.register_dataset(data)
     observed = Observed(engine)
-    observed.train(len(STEPS), iterator)
-    found["registered"] = observed.report()
-    engine, data = pipeline(None), Texts(SAMPLES)
-    engine.lr_scheduler.register_dataset(data)
-    iterator = Iterated(engine, data, workers=2)
-    observed = Observed(engine)
     observed.train(2, iterator)
     found["read ahead"] = raised(lambda: engine.train_batch(iterator))
-    observed.train(3, Iterated(engine, data, workers=2))
-    found["new"] = len(observed.losses)
-    engine.destroy()
-    return found
+    observed.train(3, Iterated(engine, data, order, workers=2))
+    observed.train(2, Iterated(engine, data, order, workers=0))
+    return {**found, "registered": observed.report()}
 
 
 def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[str, Any]:
@@ -168,34 +162,21 @@ def plain_run(folder: str, zero: bool = False, resumes: bool = False) -> dict[st
     if resumes:
         engine.load_checkpoint(folder, tag="three")
         engine.lr_scheduler.seek(engine.global_samples)
-    end, count = len(ROWS if zero else SKIPPING), 0
-    found: dict[str, Any] = {"used": [], "pieces": [], "switched": [], "losses": []}
+    end, observed = len(ROWS if zero else SKIPPING), Observed(engine)
     while engine.global_steps < end:
         for inputs, targets in loader:
             before = engine.global_steps
-            if not count:
-                batch = (engine.get_lr()[0], engine.train_batch_size(), engine.gradient_accumulation_steps())
-                found["used"].append((*batch, tuple(inputs[0].shape)))
-                found["pieces"].append(getattr(engine.optimizer, "gradient_accumulation_steps", None))
-                if not zero:
-                    engine.optimizer.overflow = before == 1  # as an optimizer of fp16 says of the step it skipped
+            if not zero:
+                engine.optimizer.overflow = before == 1  # as an optimizer of fp16 says of the step it skipped
             loss = mean_loss(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
-            found["losses"].append(loss.item())
-            count += 1
-            if engine.global_steps > before:
-                found["switched"].append((engine.lr_scheduler.phase_index, count))
-                count = 0
-                if engine.global_steps == 3 and not resumes:
-                    engine.save_checkpoint(folder, tag="three")
+            observed.losses.append(loss.item())
+            if before < engine.global_steps == 3 and not resumes:
+                engine.save_checkpoint(folder, tag="three")
             if engine.global_steps == end:
                 break
-    found["weights"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    found["counted"] = engine.global_samples
     engine.save_checkpoint(folder, tag="end")
     engine.lr_scheduler.steps_taken = 0
     engine.load_checkpoint(folder, tag="end", load_lr_scheduler_states=False)
-    found["restarted"] = engine.get_lr()
-    engine.destroy()
-    return found
+    return {"restarted": engine.get_lr(), **observed.report()}

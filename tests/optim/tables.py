@@ -10,11 +10,9 @@ from torch import Tensor
 from ds_terapipe.optim.op.segments import Tables, View
 from ds_terapipe.optim.op.step_tensors import TYPES
 
-from .oracle import Rule, gradient_factor
+from .oracle import STEP_TOLERANCE, Rule, gradient_factor, step_error
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# Half the spacing of numbers, relative to them and below the smallest normal one: what storing the right result may cost.
-ROUNDING = {FP32: (2.0**-24, 0.0), FP16: (2.0**-11, 2.0**-25), BF16: (2.0**-8, 0.0)}
 GUARD, SENTINEL = 32, 7.5
 ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
 
@@ -58,7 +56,11 @@ class Case:
             for tensor, size in zip(tensors[:4], sizes, strict=True):
                 tensor.copy_(size * torch.randn(run.length, generator=random))
             self.arrays[-1].exp_avg_sq.abs_()
-        rows = [[*self._addresses(view), *self._kind(run)] for view, run in zip(self.arrays, runs, strict=True)]
+        rows = []
+        for view, run in zip(self.arrays, runs, strict=True):
+            parameter, gradient, copy = (TYPES[dtype or FP32] for dtype in run.types)
+            kind = run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
+            rows.append([*(0 if tensor is None else tensor.data_ptr() for tensor in view), run.length, run.layer, kind])
         values = torch.tensor(self.rules, dtype=torch.float64, device=device).reshape(-1, 12)
         self.tables = Tables(torch.tensor(rows, dtype=torch.int64).reshape(-1, 8), values, layers, views=self.arrays)
         self.norms, self.ratios, self.control = (
@@ -71,15 +73,6 @@ class Case:
         buffer = torch.full((2 * GUARD + shift + length,), SENTINEL, dtype=dtype, device=device)
         self._buffers.append((buffer, GUARD + shift, length))
         return buffer[GUARD + shift : GUARD + shift + length]
-
-    @staticmethod
-    def _addresses(view: View) -> list[int]:
-        return [0 if tensor is None else tensor.data_ptr() for tensor in view]
-
-    @staticmethod
-    def _kind(run: Run) -> tuple[int, int, int]:
-        parameter, gradient, copy = (TYPES[dtype or FP32] for dtype in run.types)
-        return run.length, run.layer, run.rule | parameter << 16 | gradient << 20 | copy << 24 | run.counted << 28
 
     def guards_hold(self) -> bool:
         """Whether nothing was written beside the tensors."""
@@ -173,8 +166,5 @@ def step_and_compare(op: Any, case: Case) -> None:
         torch.testing.assert_close(view.exp_avg.double(), m, rtol=3e-7, atol=3e-7 * each.scale[1])
         torch.testing.assert_close(view.exp_avg_sq.double(), v, rtol=4e-7, atol=1e-11 * each.scale[1] ** 2)
         for stored in (view.parameter, view.copy):
-            if stored is not None and each.length:
-                relative, absolute = ROUNDING[stored.dtype]
-                rounding = relative * torch.maximum(before[i].abs(), want.parameters[i].abs()) + absolute
-                error = (stored.double() - want.parameters[i]).abs() - rounding
-                assert error.max() <= 2e-6 * (want.parameters[i] - before[i]).abs().max()
+            if stored is not None:
+                assert step_error(before[i], stored, want.parameters[i]) <= STEP_TOLERANCE

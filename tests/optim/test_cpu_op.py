@@ -1,7 +1,8 @@
 """The op on the CPU, on every instruction set, and the same in PyTorch, against float64 and against each other."""
 
+import itertools
 import os
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from ds_terapipe.optim.op.backends import CpuOp
 from ds_terapipe.optim.op.builder import CpuLambBuilder
 from ds_terapipe.optim.op.plain import Plain
 
-from .op_tests import OpTests
-from .tables import BF16, FP16, FP32, Case, Run, run, run_in_phases, same
+from . import tables
+from .op_tests import LENGTHS, MIXTURES, OpTests
+from .sanitizers import run_under
+from .tables import ALIKE, BF16, FP16, FP32, Case, Run, run, run_in_phases, same
 
 SETS = ("scalar", "avx2", "avx512")
 
@@ -62,27 +65,31 @@ def test_results_are_the_same_bits_however_they_are_computed(op: CpuOp, monkeypa
     assert [same(found[0], other) for other in found] == [True] * len(ways)
 
 
-FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-Wno-maybe-uninitialized"]
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-Wno-maybe-uninitialized")
 
 
-def execute(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environment}
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
+def watched_steps() -> None:
+    """Odd lengths and places, all types, and layers that take streaming stores; behind the tensors the sanitizer watches."""
+    recipe, tables.GUARD = jit.cpu_recipe(), 0
+    flags = [flag for flag in recipe.cxx_args if not flag.startswith(("-O", "-g"))]
+    made = replace(recipe, cxx_args=(*flags, *SANITIZED), ldflags=(*recipe.ldflags, *SANITIZED[:1]))
+    CpuLambBuilder.recipe, CpuLambBuilder.built_ahead = lambda self: made, lambda self: False
+    runs = [Run(length, shifts=(at,) * 5) for at in (0, 1, 3) for length in (*LENGTHS, 8193, 40_001)]
+    runs += [Run(2049, types=types, shifts=ALIKE) for types in MIXTURES]
+    small, large = [each._replace(layer=i) for i, each in enumerate(runs)], [Run(2_900_001, 0, shifts=ALIKE), Run(70_001, 1)]
+    op = CpuOp()
+    for name in SETS[: SETS.index(op._op.instruction_set()) + 1]:
+        os.environ["DS_TERAPIPE_LAMB_ISA"] = name
+        for count, each in itertools.product((1, 3), (small, large)):
+            torch.set_num_threads(count)
+            for way in (run, run_in_phases):
+                way(op, case := Case(each))
+                assert case.control[3] == 0
 
 
 def test_no_access_outside_and_nothing_undefined(tmp_path: Path) -> None:
-    """The driver sanitize.cpp and the sources of the op, without those that need Python."""
-    builder, program = CpuLambBuilder(), str(tmp_path / "sanitize")
-    kept = [flag for flag in builder.cxx_args() if not flag.startswith(("-O", "-g"))]
-    sources = [source for source in builder.sources() if not source.endswith("bindings.cpp")]
-    sources += [str(Path(__file__).with_name("sanitize.cpp")), f"-I{jit.source_folder()}"]
-    done = execute(*jit.compiler(), *kept, *FLAGS, *sources, "-o", program)
-    if "asan" in done.stderr:
-        pytest.skip("the compiler has no sanitizer runtime")
-    assert done.returncode == 0, done.stderr
     # Threads that OpenMP keeps to the end are no leak; LeakSanitizer cannot run under a debugger or in some containers.
     # Its copies of stack frames are not aligned for AVX-512.
-    options = "detect_leaks=0:detect_stack_use_after_return=0"
-    for isa in SETS[: SETS.index(CpuOp()._op.instruction_set()) + 1]:
-        done = execute(program, DS_TERAPIPE_LAMB_ISA=isa, OMP_NUM_THREADS="3", ASAN_OPTIONS=options)
-        assert done.returncode == 0 and done.stdout.split() == [isa], done.stderr[-3000:]
+    options = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "OMP_NUM_THREADS": "3"}
+    done = run_under("libasan.so", f"{__name__}.watched_steps", TORCH_EXTENSIONS_DIR=str(tmp_path), **options)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,14 +1,13 @@
 """FusedLamb on two ranks, without an engine: a layer's trust ratio is that of the whole layer, however it is cut.
 
-Parts of tensor parallelism, weights that are tied over stages, and flat partitions like those of ZeRO, put together by hand;
-``test_deepspeed_engines.py`` has DeepSpeed's own.
+Parts of tensor parallelism, and weights that are tied over stages; ``test_deepspeed_engines.py`` has ZeRO's flat partitions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +15,8 @@ from torch import Tensor, distributed as dist
 from torch.nn import Parameter
 
 from ds_terapipe.optim.lamb import FusedLamb
+from ds_terapipe.optim.op import backends
+from tests.optim.test_lamb_device_led import led, pick
 from tests.pipeline.training import raised
 from tests.spawn import launched
 
@@ -27,8 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("tensor", {"mode": "deepspeed"}), "tensor, clipped": ("tensor", CLIP), "tensor, split": ("tensor", QKV),
     "tensor, weight norms held": ("tensor", {"weight_norm_clip": (0.3, 0.9)}),
     "tied": ("tied", {}), "tied, clipped": ("tied", CLIP),
-    "flat": ("flat", {}), "flat, clipped": ("flat", CLIP), "flat, split": ("flat", QKV),
-    "flat, excluded": ("flat", {"exclude": "bias_norm"}), "flat, plain": ("flat", {"backend": "plain", **QKV}),
+    "tied, plain": ("tied", {"backend": "plain"}), "tensor, led by a device": ("tensor", {"backend": "cuda", **CLIP}),
 }  # fmt: skip
 
 
@@ -46,12 +46,6 @@ def part_of(how: str, rank: int, full: Mapping[str, Tensor]) -> dict[str, Tensor
     if how == "tied":
         return {name: full[name] for name in (("qkv", "bias", "norm"), ("out", "odd", "qkv"))[rank]}
     return dict(full)
-
-
-def partition(rank: int, tensors: Mapping[str, Tensor]) -> Tensor:
-    """A rank's half of the tensors one after another, with a few elements of padding at the end."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
-    return torch.nn.functional.pad(flat, (0, 2 + flat.numel() % 2)).chunk(2)[rank].clone()
 
 
 class Rank:
@@ -72,29 +66,10 @@ class Rank:
         if how in ("tensor", "tied"):
             tied = {self.parameters["qkv"]: world} if how == "tied" else None
             self.optimizer.set_groups(world if how == "tensor" else None, world, tied)
-        if how == "flat":
-            self._flatten(self.optimizer.param_groups[0])
-
-    def _flatten(self, group: dict[str, Any]) -> None:
-        """Put the parameters into a flat partition, with DeepSpeed's marks of where their elements are."""
-        flat = partition(self.rank, {name: parameter.detach() for name, parameter in self.parameters.items()})
-        start, offset = self.rank * flat.numel(), 0
-        for original in group["params"]:
-            first, last = max(offset, start), min(offset + original.numel(), start + flat.numel())
-            original._dp_group, original._hp_mapping = dist.group.WORLD, None
-            if first < last:
-                original._hp_mapping = SimpleNamespace(
-                    hp_fragment=flat[first - start : last - start],
-                    hp_fragment_address=SimpleNamespace(start=first - start, numel=last - first),
-                    lp_fragment_address=SimpleNamespace(start=first - offset, numel=last - first),
-                )
-            offset += original.numel()
-        group["params"] = [flat]
 
     def cut(self, full: Mapping[str, Tensor]) -> list[Tensor]:
         """This rank's part of whole tensors, as the optimizer has them."""
-        mine = part_of(self.how, self.rank, full)
-        return [partition(self.rank, mine)] if self.how == "flat" else [tensor.clone() for tensor in mine.values()]
+        return [tensor.clone() for tensor in part_of(self.how, self.rank, full).values()]
 
     def held(self) -> list[Tensor]:
         return [tensor.detach() for tensor in self.optimizer.param_groups[0]["params"]]
@@ -122,16 +97,17 @@ def trained(rank: int, how: str, arguments: dict[str, Any]) -> tuple[float, dict
     if rank == 1:
         mine.optimizer.param_groups[0]["params"][0].grad.view(-1)[0] = torch.inf
     mine.optimizer.step()
-    return error, alone.ratios(), ratios, (all(map(torch.equal, before, mine.held())), mine.optimizer.skipped_steps)
+    unchanged = all(map(torch.equal, before, mine.held())) and mine.ratios() == ratios
+    return error, alone.ratios(), ratios, (unchanged, mine.optimizer.skipped_steps)
 
 
-def primed(rank: int) -> list[int]:
+def primed(rank: int, backend: str) -> list[int]:
     """Steps counted after one in which all gradients are zero, and after one in which only the second rank's are."""
-    mine, steps = Rank("flat", rank), []
+    mine, steps = Rank("tensor", rank, backend=backend), []
     mine.set_gradients({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     for _ in range(2):
         mine.optimizer.step()
-        steps += [values["step"] for values in mine.optimizer.state_dict()["state"].values()]
+        steps += {values["step"] for values in mine.optimizer.state_dict()["state"].values()}
         if rank == 0:
             mine.optimizer.param_groups[0]["params"][0].grad.fill_(0.1)
     return steps
@@ -149,9 +125,27 @@ def refused(rank: int) -> list[str]:
     return messages
 
 
+def nothing_left(rank: int) -> list[float]:
+    """How far two steps move parameters, all of which are frozen on the first rank: it has no op of a device."""
+    mine = Rank("alone", rank, backend="cuda")
+    mine.optimizer.set_groups(norm_group=dist.group.WORLD)
+    if rank == 0:
+        mine.optimizer.param_groups[0]["params"] = []
+        mine.optimizer.parameters_changed()
+    else:
+        mine.set_gradients(full_tensors(100))
+    before = [tensor.clone() for tensor in mine.held()]
+    with mock.patch.object(backends, "pick", led if rank else pick):
+        for _ in range(2):
+            mine.optimizer.step()
+    return [float((a - b).abs().max()) for a, b in zip(before, mine.held(), strict=True)]
+
+
 def worker(rank: int, world: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: trained(rank, *case) for name, case in CASES.items()}
-    return {**found, "primed": primed(rank), "refused": refused(rank)}
+    with mock.patch.object(backends, "pick", led):
+        found: dict[str, Any] = {name: trained(rank, *case) for name, case in CASES.items()}
+        found["primed"] = [primed(rank, backend) for backend in ("auto", "cuda")]
+    return {**found, "refused": refused(rank), "nothing left": nothing_left(rank)}
 
 
 ranks = launched(worker, 2)
@@ -169,7 +163,11 @@ def test_parameters_and_ratios_are_those_of_one_process_and_a_bad_gradient_skips
 
 
 def test_a_priming_step_is_one_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
-    assert [found["primed"] for found in ranks] == [[0, 1]] * 2
+    assert [found["primed"] for found in ranks] == [[[0, 1]] * 2] * 2
+
+
+def test_a_rank_that_has_nothing_left_asks_for_no_op_of_a_device(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["nothing left"] == [] and min(ranks[1]["nothing left"]) > 1e-3
 
 
 def test_unknown_ranks_are_refused(ranks: list[dict[str, Any]]) -> None:

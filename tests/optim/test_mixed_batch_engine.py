@@ -85,7 +85,7 @@ def test_an_iterator_of_the_users_own(ranks: Ranks, by_hand: Trace) -> None:
         assert "register_dataset(dataset)" in own["unregistered"]
         check_steps(own["registered"]["steps"], rank == 0)
         assert own["registered"]["losses"] == pytest.approx(by_hand.losses, rel=1e-5)
-        assert "worker processes hold batches of the old length" in own["read ahead"] and own["new"] == 5
+        assert "worker processes hold batches of the old length" in own["read ahead"]
 
 
 @pytest.mark.parametrize("zero", [False, True], ids=["fp32", "bf16 zero1"])
@@ -94,14 +94,12 @@ def test_every_step_of_a_plain_engine(ranks: Ranks, zero: bool) -> None:
         plain = found["zero" if zero else "plain"]
         rows = ROWS if zero else SKIPPING
         pieces = [phase["batch_size"] // micro for _, phase, micro in rows]
-        assert plain["used"] == [
-            (pytest.approx(lr, rel=1e-12), 2 * phase["batch_size"], count, (micro, phase["seq_length"]))
+        assert plain["steps"] == [
+            (pytest.approx(lr, rel=1e-12), 2 * phase["batch_size"], count, {(micro, phase["seq_length"])})
             for (lr, phase, micro), count in zip(rows, pieces, strict=True)
         ]
-        phases = [0, 1, 1, 1, 2, 2, 2] if zero else [0, 0, 1, 1, 1, 2, 2, 2]
-        assert plain["switched"] == list(zip(phases, pieces, strict=True))
-        assert plain["counted"] == sum(2 * phase["batch_size"] for _, phase, _ in rows)
-        assert not zero or plain["pieces"] == pieces  # ZeRO's own copy
+        assert plain["counted"][:2] == (len(rows), sum(2 * phase["batch_size"] for _, phase, _ in rows))
+        assert len(plain["losses"]) == sum(pieces)
         assert plain["restarted"] == LRS[:1]  # the schedule's, not that of the optimizer's last step
 
 
@@ -111,6 +109,6 @@ def test_a_plain_engine_equals_training_by_hand_and_resumes_bit_for_bit(ranks: R
     for found in ranks:
         straight, resumed = found["plain"], found["again"]
         assert worst(straight["weights"], by_hand) <= 1e-5
-        assert resumed["used"] == straight["used"][3:]
+        assert resumed["steps"] == straight["steps"][3:]
         assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :]
         assert all(torch.equal(tensor, straight["weights"][name]) for name, tensor in resumed["weights"].items())

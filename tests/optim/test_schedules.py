@@ -177,7 +177,6 @@ def test_wrong_values_name_phase_and_key(kind: str, params: dict[str, Any], mess
     assert str(caught.value).startswith("scheduler.params")
 
 
-FIRST = [{name: value for name, value in SMALL[0].items() if name != "micro_batch_size"}]
 ALONE = "scheduler.params.phases[0]"
 
 
@@ -189,10 +188,10 @@ ALONE = "scheduler.params.phases[0]"
     (SMALL, {"token_pipeline": {"slices": 17}}, None, f"token_pipeline.slices: got 17, must be at most {ALONE}.seq_length"),
     (changed(0, micro_batch_size=4), {"train_micro_batch_size_per_gpu": 2}, None,
      f"train_micro_batch_size_per_gpu: got 2, must be {ALONE}"),
-    (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, 2,
+    (SMALL[:1], {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, 2,
      "= 8 / 1 / 2 = 4 or absent beside MixedBatch, use 4"),
-    (FIRST, {"train_micro_batch_size_per_gpu": 3}, 2, f"{ALONE}.batch_size: got 8, must be a multiple of"),
-    (FIRST, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, 2, None),
+    (SMALL[:1], {"train_micro_batch_size_per_gpu": 3}, 2, f"{ALONE}.batch_size: got 8, must be a multiple of"),
+    (SMALL[:1], {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}, 2, None),
     (SMALL, {"train_micro_batch_size_per_gpu": 2, "token_pipeline": {"slices": 16}}, None, None),
     (SMALL, {"token_pipeline": {"enabled": False, "slices": 17}}, None, None),
 ])  # fmt: skip

@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.runtime.lr_schedules as schedules
@@ -13,7 +12,6 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import Tensor
 from torch.nn import Parameter
 
-from ds_terapipe.arguments import replaced_configuration
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.optim import json_keys
 from ds_terapipe.optim.lamb import FusedLamb
@@ -212,16 +210,6 @@ def test_the_key_and_the_argument_are_one_too_many(argument: str, block: str) ->
     message = rf"^{block}\.type: got \"\w+\" beside initialize\({argument}=\.\.\.\), must be one"
     with pytest.raises(ConfigError, match=message):
         read(config(scheduler=WARMUP), **{argument: object()})
-
-
-@pytest.mark.parametrize("name", ["deepspeed_config", "deepscale_config"])
-def test_the_users_args_get_back_what_they_held(name: str) -> None:
-    args = SimpleNamespace(**{"deepspeed_config": None, name: "ds_config.json"})
-    settings = config()
-    with pytest.raises(KeyError), replaced_configuration({"args": args}, settings):
-        assert getattr(args, name) is settings
-        raise KeyError
-    assert getattr(args, name) == "ds_config.json"
 
 
 def initialize(args: Any = None, optimizer: Any = None, lr_scheduler: Any = None, config: Any = None) -> Any:

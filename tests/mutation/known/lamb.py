@@ -2,17 +2,17 @@
 
 from . import Known
 
-_SHARDED = "tests/optim/test_lamb_sharded.py -k"
+_SHARDED, _ENGINES = "tests/optim/test_lamb_sharded.py -k", "tests/optim/test_deepspeed_engines.py -k test_plain_engines"
 
 KNOWN = (
     Known("norms are not summed over tensor-parallel ranks", "optim.sharding", "_by_group([self.tensor_group] * len(layers))",
           "_by_group([])", f"{_SHARDED} tensor"),
     Known("norms are not summed over the ranks that ZeRO cuts a layer over", "optim.sharding",
-          "        data = _by_group([layer.data_group for layer in layers])", "        data = []", f"{_SHARDED} flat"),
+          "        data = _by_group([layer.data_group for layer in layers])", "        data = []", _ENGINES),
     Known("all layers of a flat buffer have one trust ratio", "optim.op.segments",
           "        self.segments[:, LAYER] = self.layer\n",
           "        first = [self.layer[self.tensor == tensor].min() for tensor in self.tensor]\n"
-          "        self.segments[:, LAYER] = self.layer = np.array(first, dtype=np.int64)\n", f"{_SHARDED} flat"),
+          "        self.segments[:, LAYER] = self.layer = np.array(first, dtype=np.int64)\n", _ENGINES),
     Known("queries, keys and values are one layer in spite of split_qkv", "optim.op.segments",
           "    if pattern is None:\n        yield", "    if True:\n        yield",
           "tests/optim/test_lamb_numbers.py -k fused_attention"),

@@ -47,18 +47,13 @@ constexpr size_t STACK = 64 * 1024;
 
 enum class State { READY, AT_BLOCK_BARRIER, AT_SHUFFLE, DONE };
 
-// Two of everything, used in turns: who leaves late must not see what happened after the barrier.
-struct Meeting {
-  char tag[2];
-  double values[2][WARP];
-};
-
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[STACK]};
   State state = State::READY;
   int place = 0;
-  unsigned turn = 0;
+  int distance = 0;  // of a shuffle, and what it gives and gets
+  double given = 0.0, got = 0.0;
   void* shadow = nullptr;
   int published = -1;      // the tag of its last fence
   unsigned seen_count = 0;
@@ -81,9 +76,8 @@ struct Block {
   ucontext_t scheduler = {};
   void* scheduler_shadow = nullptr;
   unsigned current = 0;
-  Meeting all = {};
-  std::vector<unsigned> turns{};
-  std::vector<Meeting> warps{};
+  unsigned barriers = 0;
+  char tags[2] = {};  // of barriers, in turns: who leaves late must not see what happened after it
 };
 
 thread_local Block* block = nullptr;
@@ -111,11 +105,8 @@ void wait_at(State state, int place) {
 
 void enter() {
   block->body();
-  Fiber& fiber = running();
-  fiber.state = State::DONE;
   __tsan_release(&ends);
-  __tsan_switch_to_fiber(block->scheduler_shadow, NO_SYNC);
-  swapcontext(&fiber.context, &block->scheduler);
+  wait_at(State::DONE, running().place);
 }
 
 // Lets fibers [first, last) go on if all of them have come to the same place.
@@ -124,9 +115,13 @@ bool meet(unsigned first, unsigned last, State state) {
     if (block->fibers[i].state != state) return false;
   }
   for (unsigned i = first; i < last; ++i) {
-    if (block->fibers[i].place != block->fibers[first].place) refuse("threads met at different places", i);
-    block->fibers[i].state = State::READY;
+    Fiber& fiber = block->fibers[i];
+    if (fiber.place != block->fibers[first].place) refuse("threads met at different places", i);
+    const unsigned from = i + static_cast<unsigned>(fiber.distance);
+    fiber.got = block->fibers[from < last ? from : i].given;
+    fiber.state = State::READY;
   }
+  block->barriers += state == State::AT_BLOCK_BARRIER;
   return true;
 }
 
@@ -135,12 +130,8 @@ void run_block() {
   std::vector<unsigned> order(threads);
   for (unsigned i = 0; i < threads; ++i) order[i] = i;
   block->scheduler_shadow = __tsan_get_current_fiber();
-  block->turns.assign(threads, 0);
-  block->warps.assign(threads / WARP, Meeting{});
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = block->fibers[i];
-    fiber.state = State::READY;
-    fiber.turn = 0;
     fiber.shadow = __tsan_create_fiber(0);
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
@@ -182,21 +173,17 @@ unsigned block_index() { return block->index; }
 unsigned block_count() { return block->count; }
 
 void block_barrier(int place) {
-  char* tag = &block->all.tag[running().turn++ % 2];
+  char* tag = &block->tags[block->barriers % 2];
   __tsan_release(tag);
   wait_at(State::AT_BLOCK_BARRIER, place);
   __tsan_acquire(tag);
 }
 
 double shuffle_down(double value, int distance, int place) {
-  const unsigned thread = block->current;
-  const unsigned lane = thread % WARP;
-  const unsigned turn = block->turns[thread]++ % 2;
-  Meeting& warp = block->warps[thread / WARP];
-  warp.values[turn][lane] = value;
+  running().given = value;
+  running().distance = distance;
   wait_at(State::AT_SHUFFLE, place);
-  const unsigned from = lane + static_cast<unsigned>(distance);
-  return warp.values[turn][from < WARP ? from : lane];
+  return running().got;
 }
 
 void begin_atomic() {
