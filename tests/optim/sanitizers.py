@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.programs import ROOT
 
 
 def run_under(library: str, function: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
