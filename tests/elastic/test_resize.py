@@ -84,7 +84,7 @@ HEAD = "(the head, the last entry with trained parameters, is never frozen)"
      '"interval": 1000'),
     ({"resize": {"policy": [[1, 4]]}}, {"stages": 2, "tensor": 2},
      "got 4, must be a number of stages that times the tensor-parallel size (2) divides the 4 processes, use 1 or 2"),
-    ({"resize": {"policy": [[1, 1]]}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
+    ({"resize": {"policy": "halve"}}, {"batch": 6}, "replicas, here 4, divide the batch of 6 samples, use 2 or 4"),
     ({"resize": {"policy": [[5, 8]]}}, {"processes": 8}, "got 8, must be at most the entries of the layer list, 6"),
     ({"resize": {"policy": [[1, 2]]}}, {"batches": ((8, 1), (6, 2), (3, 1))},
      "got 2, must be a number of stages whose replicas, here 2, divide the batch of 3 samples, use 4"),

@@ -74,6 +74,7 @@ def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, sh
 
 def test_another_batch_goes_on_behind_the_last_sample_and_another_length_begins_an_epoch() -> None:
     sampler = ElasticBatchSampler(10, 4, micro_batch=2, shuffle=True)
+    assert len(sampler) == 5  # micro-batches of an epoch
     first = taken(iter(sampler), 2)
     sampler.reshape(3, 1, 0, 4, batch=6)
     assert sorted(first + taken(iter(sampler), 2)) == list(range(10))
