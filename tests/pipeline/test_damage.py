@@ -188,20 +188,16 @@ FOREIGN: dict[str, tuple[Change, str]] = {
     "no layer": (lambda f: (f / LAYER).unlink(), "no file of layer 1 in "),
     "an empty layer": (lambda f: (f / LAYER).write_bytes(b""), f"{LAYER} (EOFError: "),
     "layers of other shapes": (swap(LAYER, LAYER_0), f"{LAYER_0} without"),
-    "a layer of another size": (
-        put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
-        f"{LAYER} with up.bias of shape [3], must be [64]",
-    ),
+    "a layer of another size": (put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
+                                f"{LAYER} with up.bias of shape [3], must be [64]"),
     "no weights at all": (put(LAYER, lambda s: [1]), f"{LAYER} without states"),
-    "two tensor-parallel ranks": (
-        lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
-        "2 files of layer 1 in ",
-    ),
+    "two tensor-parallel ranks": (lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
+                                  "2 files of layer 1 in "),
     "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
     "states of other stages": (swap(STATE, STATE_0), "_model_states.pt with other parameter groups"),
     "no optimizer": (put(STATE, lambda s: {k: s[k] for k in s if k != "optimizer"}), f"{STATE} without the optimizer's state, "),
     "another optimizer's moments": (put(STATE, other_moments), f"{STATE} with exp_avg of shape [3], must be ["),
-}
+}  # fmt: skip
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 
 
