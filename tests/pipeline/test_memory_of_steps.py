@@ -131,12 +131,8 @@ def measure(rank: int, world: int) -> dict[str, tuple[float, float]]:
 
 
 def compared(ranks: list[dict[str, tuple[float, float]]]) -> None:
-    off = {}
-    for rank, found in enumerate(ranks):
-        assert set(SETTINGS) == set(found)
-        for name, (said, counted) in found.items():
-            print(f"stage {rank}, {name}: {said / 1e6:.2f} MB said, {counted / 1e6:.2f} counted")
-            off[rank, name] = said / counted - 1
+    assert all(found.keys() == SETTINGS.keys() for found in ranks)
+    off = {(rank, name): said / counted - 1 for rank, found in enumerate(ranks) for name, (said, counted) in found.items()}
     assert not {where: f"{each:+.1%}" for where, each in off.items() if abs(each) > 0.05}
 
 
