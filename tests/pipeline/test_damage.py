@@ -1,7 +1,7 @@
 """A checkpoint with a damaged, missing or foreign file: one line that names it, on every rank, and nothing is changed."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,30 +70,26 @@ def changed(at: float, data: bytes) -> bytes:
     return data[:index] + bytes([data[index] ^ 16]) + data[index + 1 :]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes] | None] = {
-    **{f"a bit at {at}": partial(changed, at) for at in (0, 0.5, 1)}, "cut": lambda data: data[: len(data) // 2],
-    "another file's": None, "gone": None, "a folder": None,
+def rewrite(change: Callable[[bytes], bytes], file: Path, other: Path) -> None:
+    file.write_bytes(change(file.read_bytes()))
+
+
+# of a file, beside another one
+DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
+    **{f"a bit at {at}": partial(rewrite, partial(changed, at)) for at in (0, 0.5, 1)},
+    "cut": partial(rewrite, lambda data: data[: len(data) // 2]), "another file's": lambda file, other: shutil.copy(other, file),
+    "gone": lambda file, other: file.unlink(), "a folder": lambda file, other: (file.unlink(), file.mkdir()),
 }  # fmt: skip
+Change = Callable[[Path], Any]
 
 
-def damaged(good: Path, bad: Path) -> Iterator[tuple[str, str]]:
-    """Damage each file of a checkpoint in each way, one at a time: the name of the file, and how. Rank 0 does it."""
+def damages_of(good: Path) -> dict[tuple[str, str], Change]:
+    """Each file of a checkpoint, damaged in each way, by the name of the file and how."""
     names = sorted(path.relative_to(good).as_posix() for path in good.rglob("*") if path.is_file())
-    for name, other in zip(names, [*names[1:], names[0]], strict=True):
-        for how, change in DAMAGES.items():
-            if torch.distributed.get_rank() == 0:
-                shutil.rmtree(bad.parent, ignore_errors=True)
-                shutil.copytree(good, bad)
-                (bad / name).unlink()
-                if how == "a folder":
-                    (bad / name).mkdir()
-                elif how != "gone":
-                    data = (good / (name if change else other)).read_bytes()
-                    (bad / name).write_bytes(change(data) if change else data)
-            torch.distributed.barrier()
-            if (name, how) not in ((MANIFEST, "gone"), (MANIFEST, "a folder")):  # read as one of DeepSpeed's own
-                yield name, how
-            torch.distributed.barrier()
+    others = dict(zip(names, [*names[1:], names[0]], strict=True))
+    found = {(n, how): lambda bad, n=n, d=d: d(bad / n, good / others[n]) for n in names for how, d in DAMAGES.items()}
+    # without a manifest it is read as one of DeepSpeed's own
+    return {key: change for key, change in found.items() if key not in ((MANIFEST, "gone"), (MANIFEST, "a folder"))}
 
 
 def engine_of(stages: int, config: dict[str, Any], token_pipeline: Any = SLICED) -> Any:
@@ -122,21 +118,29 @@ def said(engine: Any, folder: Path) -> str:
     return raised(partial(engine.load_checkpoint, str(folder.parent), tag=folder.name))
 
 
-def all_refused(text: str) -> bool:
-    """Whether all ranks say so: after another answer a rank may wait for another."""
-    texts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(texts, text)
-    return all(each.startswith("ConfigError: load_checkpoint: ") for each in texts)
+def refusals(engine: Any, good: Path, damages: dict[Any, Change]) -> dict[Any, tuple[str, bool]]:
+    """What is said of copies of a checkpoint that are damaged, one at a time, and whether all was as before."""
+    before, bad, found = state_of(engine), good.parents[1] / "bad" / good.name, {}
+    for name, damage in damages.items():
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(bad.parent, ignore_errors=True)
+            shutil.copytree(good, bad)
+            damage(bad)
+        torch.distributed.barrier()
+        text = said(engine, bad)
+        found[name] = text, same(before, state_of(engine))
+        texts: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(texts, text)
+        # after another answer a rank may wait for another
+        assert all(each.startswith("ConfigError: load_checkpoint: ") for each in texts), (name, texts)
+    assert said(engine, good) == "" and engine.global_steps == 1
+    return found
 
 
-Row = tuple[str, str, str, bool]
-
-
-def sweep(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
-    """Of each damage the file, how, what was said, and whether all was as before."""
-    found: dict[str, list[Row]] = {}
+def sweep(rank: int, world_size: int, folder: str) -> dict[str, dict[Any, tuple[str, bool]]]:
+    found = {}
     for number, (kind, (saver, reader)) in enumerate(KINDS.items()):
-        good, bad = (Path(folder, str(number), name, "tag") for name in ("good", "bad"))
+        good = Path(folder, str(number), "good", "tag")
         engine = engine_of(*saver)
         step(engine)
         engine.save_checkpoint(str(good.parent), tag="tag")
@@ -145,13 +149,7 @@ def sweep(rank: int, world_size: int, folder: str) -> dict[str, list[Row]]:
             engine = engine_of(*reader)
         step(engine)
         step(engine)
-        before, found[kind] = state_of(engine), []
-        for name, how in damaged(good, bad):
-            text = said(engine, bad)
-            found[kind].append((name, how, text, same(before, state_of(engine))))
-            if not all_refused(text):
-                return found  # nothing that comes after it is about what it says
-        assert said(engine, good) == "" and engine.global_steps == 1
+        found[kind] = refusals(engine, good, damages_of(good))
         engine.destroy()
     return found
 
@@ -160,9 +158,9 @@ swept = launched(sweep, 2, folder=True, timeout=280)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_damage_is_named_on_every_rank_and_changes_nothing(swept: list[dict[str, list[Row]]], kind: str) -> None:
+def test_each_damage_is_named_on_every_rank_and_changes_nothing(swept: list[Any], kind: str) -> None:
     for found in swept:
-        for name, how, text, unchanged in found[kind]:
+        for (name, how), (text, unchanged) in found[kind].items():
             right = text.startswith("ConfigError: load_checkpoint: got ") and "\n" not in text and ", use " in text
             assert right and unchanged and (f"{name} " in text or f"{name}," in text), (name, how, text)
         assert len(found[kind]) > 25
@@ -170,7 +168,6 @@ def test_each_damage_is_named_on_every_rank_and_changes_nothing(swept: list[dict
 
 LAYER_0, LAYER = "layer_00-model_states.pt", "layer_01-model_states.pt"
 STATE_0, STATE = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
-Change = Callable[[Path], Any]
 
 
 def swap(one: str, other: str) -> Change:
@@ -191,43 +188,28 @@ FOREIGN: dict[str, tuple[Change, str]] = {
     "no layer": (lambda f: (f / LAYER).unlink(), "no file of layer 1 in "),
     "an empty layer": (lambda f: (f / LAYER).write_bytes(b""), f"{LAYER} (EOFError: "),
     "layers of other shapes": (swap(LAYER, LAYER_0), f"{LAYER_0} without"),
-    "a layer of another size": (
-        put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
-        f"{LAYER} with up.bias of shape [3], must be [64]",
-    ),
+    "a layer of another size": (put(LAYER, lambda s: {**s, "up.bias": s["up.bias"][:3]}),
+                                f"{LAYER} with up.bias of shape [3], must be [64]"),
     "no weights at all": (put(LAYER, lambda s: [1]), f"{LAYER} without states"),
-    "two tensor-parallel ranks": (
-        lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
-        "2 files of layer 1 in ",
-    ),
+    "two tensor-parallel ranks": (lambda f: shutil.copy(f / LAYER, f / "layer_01-model_01-model_states.pt"),
+                                  "2 files of layer 1 in "),
     "no states": (lambda f: (f / STATE).unlink(), "1 files mp_rank_*_model_states.pt in "),
     "states of other stages": (swap(STATE, STATE_0), "_model_states.pt with other parameter groups"),
     "no optimizer": (put(STATE, lambda s: {k: s[k] for k in s if k != "optimizer"}), f"{STATE} without the optimizer's state, "),
     "another optimizer's moments": (put(STATE, other_moments), f"{STATE} with exp_avg of shape [3], must be ["),
-}
+}  # fmt: skip
 WARMUP = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 6}}}
 
 
 def foreign(rank: int, world_size: int, path: str) -> dict[str, tuple[str, bool]]:
-    good, bad = Path(path, "good", "tag"), Path(path, "bad", "tag")
+    good = Path(path, "good", "tag")
     own = engine_of(2, WARMUP, None)
     step(own)
     own.save_checkpoint(str(good.parent), tag="tag")
     own.destroy()
     engine = engine_of(2, WARMUP)
-    before, found = state_of(engine), {}
-    for name, (change, _) in FOREIGN.items():
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(bad.parent, ignore_errors=True)
-            shutil.copytree(good, bad)
-            change(bad)
-        torch.distributed.barrier()
-        text = said(engine, bad)
-        found[name] = text, same(before, state_of(engine))
-        if not all_refused(text):
-            return found
     assert said(engine, good.with_name("nowhere")).startswith("ConfigError: load_checkpoint: got ")
-    assert said(engine, good) == "" and engine.global_steps == 1
+    found = refusals(engine, good, {name: change for name, (change, _) in FOREIGN.items()})
     engine.destroy()
     return found
 

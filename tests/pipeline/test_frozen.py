@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from ds_terapipe import ConfigError
 from ds_terapipe.pipeline.slicing import as_tuple
 from ds_terapipe.schedule import Placement
-from tests.pipeline.models import HIDDEN, SEED, Block, Embedding, Head, Plain, Tokens, masked_loss, steps_of, tied_gpt, trains
+from tests.pipeline.models import HIDDEN, Block, Embedding, Head, Plain, Tokens, masked_loss, steps_of, tied_gpt, trains
 from tests.pipeline.test_interception import Lora
-from tests.pipeline.training import ADAMW, build_engine, difference, raised, train, train_plain
+from tests.pipeline.training import ADAMW, build_engine, difference, module_of, raised, train, train_plain
 from tests.spawn import launched
 
 STEPS, SLICES, MICRO_BATCHES = 3, 4, 2
@@ -162,11 +162,9 @@ GROUPS = [("vectors", ZERO_1, True), ("all", BF16_ZERO_1, True), ("all", BF16_ZE
 
 def in_groups(which: str, config: dict[str, Any], given: bool, folder: str) -> tuple[Any, ...]:
     """Losses, the groups' settings, whether a checkpoint brings the weights back."""
-    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
-    specs, loss = UPPER[which]
-    model = PipelineModule(list(specs), num_stages=2, loss_fn=loss, **options)
+    model = module_of(*UPPER[which])
     parameters = labelled(model.parameters())
-    engine = engine_of([], loss, made=model, optimizer=by_shape(parameters) if given else by_shape, config=config)
+    engine = engine_of([], None, made=model, optimizer=by_shape(parameters) if given else by_shape, config=config)
     losses = train(engine, data()).losses
     groups = [(group["lr"], group["weight_decay"]) for group in engine.basic_optimizer.param_groups]
     found = losses, groups, resumed(engine, folder)

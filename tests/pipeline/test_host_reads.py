@@ -39,15 +39,6 @@ class Noisy(Block):
     generator = torch.Generator().manual_seed(0)
 
 
-READS: dict[str, Any] = {
-    "item": lambda hidden: hidden.sum().item(),
-    "tolist": lambda hidden: hidden[0, 0].tolist(),
-    "a mask": lambda hidden: hidden[hidden > 0],
-    "unique": lambda hidden: hidden.unique(),
-    "to the host": lambda hidden: hidden.detach().cpu(),
-}
-
-
 def data() -> Iterator[Any]:
     return iter([micro_batch(m) for m in range(2 * MICRO_BATCHES)])
 
@@ -95,13 +86,14 @@ def test_no_action_reads_numbers(ranks: list[dict[str, Any]], name: str) -> None
         assert found[name]["ran"] == [SLICES] * MICRO_BATCHES
 
 
-@pytest.mark.parametrize("way", READS)
-def test_each_way_of_reading_is_found(way: str) -> None:
+def test_each_way_of_reading_is_found() -> None:
     """So the test before can fail."""
-    stage = SimpleNamespace(make_weight_gradients=lambda *unit: READS[way](torch.rand(2, 3, 4)))
+    x = torch.rand(4)
+    stage = SimpleNamespace(make_weight_gradients=lambda *unit: (x.sum().item(), x.tolist(), x[x > 0], x.unique(), x.cpu()))
     with host_reads() as found:
         PipelineRuntime.execute(SimpleNamespace(stages={0: stage}), Action.from_text("0W0.0"))  # type: ignore[arg-type]
-    assert found and all(__file__ in read for read in found)
+    ways = ["aten._local_scalar_dense.default", "tolist", "aten.index.Tensor", "aten._unique2.default", "cpu"]
+    assert [read.split(":")[0] for read in found] == ways and all(__file__ in read for read in found)
 
 
 def test_a_layer_that_recomputes_something_else_ends_the_run_before_the_optimiser(ranks: list[dict[str, Any]]) -> None:

@@ -242,11 +242,3 @@ def test_cudnn_where_pytorch_would_run_it_and_for_so_many_shapes(given, kernel, 
     assert choice(given["before"]) is wanted
     assert [choice(before) for before in (32, 48, 64)][2] is kernel, "a third shape"
     assert choice(given["before"]) is wanted
-
-
-def test_a_small_mask_is_kept_for_the_next_call_on_the_host_alone():
-    arguments, large = (4, 9, 1, torch.float32), (512, 2048, 1, torch.float32)
-    host, device = torch.device("cpu"), torch.device("meta")
-    assert kernels.causal_mask(*arguments, host) is kernels.causal_mask(*arguments, host)
-    assert kernels.causal_mask(*large, host) is not kernels.causal_mask(*large, host), "4 MiB"
-    assert kernels.causal_mask(*arguments, device) is not kernels.causal_mask(*arguments, device), "it would take memory"

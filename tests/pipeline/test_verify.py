@@ -21,13 +21,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from ds_terapipe.errors import ConfigError
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.inspection import first_batch
-from ds_terapipe.pipeline.inspection.advice import SliceDiagnosis
 from ds_terapipe.pipeline.inspection.differences import TOLERANCE, difference
 from ds_terapipe.pipeline.inspection.sequence_dims import SequenceDims
 from ds_terapipe.pipeline.inspection.verify import undisturbed, verify_stage
 from ds_terapipe.pipeline.layer_range import LayerRange
 from ds_terapipe.pipeline.loss import MicroBatchLoss
-from ds_terapipe.pipeline.slicing import Span, TensorCut, spans
+from ds_terapipe.pipeline.slicing import TensorCut, spans
 from tests.pipeline.attention_layers import Attention, EncoderLayer, way
 from tests.pipeline.models import HIDDEN, Block, Embedding, Head, MaskedTokenLoss, mean_loss, micro_batch, steps_of
 from tests.pipeline.training import build_engine
@@ -350,16 +349,6 @@ def test_modules_within_a_layer_may_get_all_samples_tokens_in_one_dimension(row,
     # as an expert that is left out where it has no tokens
     expert = layer(lambda self, x: self.inner(x) if x.numel() > 5 * 2 * HIDDEN else x, inner=nn.Identity)
     look(context, [expert()], torch.randn(shape), row=row)
-
-
-def test_the_first_rows_of_a_table_become_the_slices_own():
-    table, diagnosis = torch.arange(48).view(24, 2), SliceDiagnosis(Span(2, 5, 24))
-    with diagnosis:
-        moved = table[:3], table[0:3:1, :], table[None, :3], table.T[..., :3].T
-        others = table[1:3], table[:4], table[..., :3, 0]
-    assert all(torch.equal(rows.reshape(3, 2), table[2:5]) for rows in moved)
-    assert [rows.tolist() for rows in others] == [[[2, 3], [4, 5]], table[:4].tolist(), [4, 6, 8]]
-    assert len(diagnosis.positions) == len(moved) + 1
 
 
 def test_one_wrong_token_of_many_is_found(context):

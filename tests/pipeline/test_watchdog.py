@@ -260,15 +260,10 @@ def test_ranks_that_gloo_cannot_connect_are_told_the_setting(store, monkeypatch)
         Job([0, 1]).new_group(timeout_s=5.0, backend="gloo")
 
 
-def test_an_error_of_another_ranks_is_read_by_those_that_wait(store):
+def test_an_error_is_written_down_for_those_that_wait(store):
     with pytest.raises(KeyError), launching(60.0):
         raise KeyError("x")
     assert "failed: KeyError: 'x'" in store.get(KEY.format(0)).decode()
-    text = r"rank 0 waited .* for all ranks to build their engines: Connection closed"
-    with pytest.raises(PipelineStalled, match=text), launching(60.0):
-        raise CLOSED
-    with pytest.raises(ValueError, match="Connection closed"), launching(60.0):
-        raise ValueError("Connection closed")  # a user's
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ds_terapipe.job import error_of
 from tests.pipeline.models import SEED, Block, Plain
 from tests.ran import Ran, lengths_of, watched
 
-SGD = {"type": "SGD", "params": {"lr": 0.2}}
+sgd = partial(torch.optim.SGD, lr=0.2)
+SGD = {"type": "SGD", "params": sgd.keywords}
 ADAMW = {"type": "AdamW", "params": {"lr": 2e-3, "weight_decay": 0.1, "torch_adam": True}}
 
 
@@ -34,8 +36,8 @@ class Trace:
 
 def train_plain(
     specs: Sequence[Any], loss_fn: Callable[..., Any], steps: Sequence[Sequence[Any]],
-    optimizer: Callable[[Any], torch.optim.Optimizer], clip: float = 0.0, dtype: torch.dtype = torch.float32,
-    start: torch.dtype = torch.float32,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd, clip: float = 0.0,
+    dtype: torch.dtype = torch.float32, start: torch.dtype = torch.float32,
 ) -> Trace:  # fmt: skip
     """Train in this process in ``dtype``, from weights rounded to ``start``; a step is the mean over its micro-batches."""
     model = Plain(specs).to(start).to(dtype)
@@ -74,6 +76,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tuple(_cast(item, dtype) for item in value)
 
 
+def module_of(
+    specs: Sequence[Any], loss_fn: Callable[..., Any] | None, stages: int = 2, kind: type[PipelineModule] = PipelineModule,
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Layers that are divided evenly, with the tests' seeds."""
+    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True, **options}
+    return kind(list(specs), num_stages=stages, loss_fn=loss_fn, **options)
+
+
 def build_engine(
     specs: Sequence[Any], loss_fn: Callable[..., Any] | None, *, token_pipeline: dict[str, Any] | None,
     micro_batches: int = 2, batch: int = 2, stages: int = 2, clip: float = 0.0,
@@ -84,8 +95,7 @@ def build_engine(
     """An engine on ``stages`` stages and as many replicas as the job has room for: ours, or with ``token_pipeline`` None
     DeepSpeed's own. ``config`` adds keys of ds_config.json, ``module`` arguments of ``PipelineModule``, or of ``kind``, a class
     made of it; ``made``: one that is there. With ``instance``, DeepSpeed is given what the callable ``optimizer`` makes."""
-    options = {"partition_method": "uniform", "seed_layers": True, "base_seed": SEED, "dynamic_shape": True}
-    model = made or kind(list(specs), num_stages=stages, loss_fn=loss_fn, **{**options, **(module or {})})
+    model = made or module_of(specs, loss_fn, stages, kind, **(module or {}))
     if dtype == torch.float64:
         model = model.double()
         get_accelerator().supported_dtypes = lambda: [torch.float64, torch.float32, torch.bfloat16, torch.float16]

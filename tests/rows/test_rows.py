@@ -92,14 +92,10 @@ def narrow_differences(row: Row, got: Trained, alone: dict[str, Trained], begin:
 
     All tensors together: the error of a small one is a matter of luck, and of the processor.
     """
+    own, exact = (alone[each]._replace(losses=alone[each].losses[begin:]) for each in ("own", "exact"))
     found = []
-    for what in ("losses", "gradients", "weights"):
-        if what == "gradients" and begin:
-            continue
-        own, exact = getattr(alone["own"], what), getattr(alone["exact"], what)
-        if what == "losses":
-            own, exact = own[begin:], exact[begin:]
-        error, usual = (_together(row, each, exact) for each in (getattr(got, what), own))
+    for what in ("losses", "weights") if begin else Trained._fields:
+        error, usual = (_together(row, getattr(each, what), getattr(exact, what)) for each in (got, own))
         usual = max(usual, ROUNDING[row.precision[:4]]) if what == "losses" else usual
         if not error <= NARROW[row.layout.tensor] * usual:
             found.append(f"{what}: off by {error:.1e}, one process by {usual:.1e}")
@@ -108,15 +104,13 @@ def narrow_differences(row: Row, got: Trained, alone: dict[str, Trained], begin:
 
 def _together(row: Row, some: Any, exact: Any) -> float:
     if isinstance(exact, list):
-        pairs = [(np.asarray(some), np.asarray(exact))]
-    else:
-        assert some.keys() == exact.keys()
-        pairs = [
-            tuple(_without_key_bias(row, name, np.asarray(each[name], dtype=np.float64)) for each in (some, exact))
-            for name in exact
-        ]
-    squares = [((a - b) ** 2).sum() for a, b in pairs], [(b**2).sum() for _, b in pairs]
-    return float(np.sqrt(sum(squares[0]) / sum(squares[1])))
+        return float(np.linalg.norm(np.subtract(some, exact)) / np.linalg.norm(exact))
+    assert some.keys() == exact.keys()
+    a, b = (
+        np.concatenate([_without_key_bias(row, n, np.asarray(each[n], dtype=np.float64)).ravel() for n in exact])
+        for each in (some, exact)
+    )
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def other_bits(row: Row, ranks: list[Found]) -> list[str]:

@@ -19,7 +19,7 @@ from ds_terapipe.pipeline.recording.layer_times import LayerTimes
 from tests.elastic import training
 from tests.megatron import common
 from tests.pipeline.models import MaskedTokenLoss, Scaled, focused_loss, gpt, masked_loss, micro_batch, tied_gpt, writing_gpt
-from tests.pipeline.training import _gradient, allow_fp16, build_engine
+from tests.pipeline.training import _gradient, allow_fp16, build_engine, module_of
 from tests.ran import lengths_of, watched
 from tests.rows.row import FREEZES, OURS, PERIOD, RESIZES, Layout, Row
 
@@ -257,14 +257,7 @@ def _module_of(row: Row, start: Layout, dtype: torch.dtype) -> Any:
         destroy_parallel()  # of another layout, before
         end = END if row.packed else None
         return common.build(megatron_model(row, dtype), tensor=start.tensor, stages=start.stages, document_end=end)
-    from deepspeed.pipe import PipelineModule
-
-    from tests.pipeline.models import SEED
-
-    module = PipelineModule(
-        specs_of(row), num_stages=start.stages, loss_fn=LOSSES[row.loss], partition_method="uniform", seed_layers=True,
-        base_seed=SEED, dynamic_shape=True, activation_checkpoint_interval=row.recompute,
-    )  # fmt: skip
+    module = module_of(specs_of(row), LOSSES[row.loss], start.stages, activation_checkpoint_interval=row.recompute)
     if row.packed:
         module.documents_of = documents_of
     return module
