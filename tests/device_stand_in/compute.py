@@ -6,7 +6,6 @@ The operator itself runs first: its checks, allocations and copies are the devic
 import ctypes
 import hashlib
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -20,8 +19,7 @@ from tests.device_stand_in import attention, runtime
 
 aten = torch.ops.aten
 
-_ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-_ALLOCATE += ("_pin_memory",)
+_ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_pin_memory")
 _LEAVE = ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice")
 _COPY = ("copy_", "_to_copy", "clone")
 # The shape of their result is in the data: kernels that do nothing would give nonsense.
@@ -31,9 +29,6 @@ _RANDOM = ("bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randin
 _RANDOM += ("randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like")
 _KINDS = {"allocate": _ALLOCATE, "leave": _LEAVE, "copy": _COPY, "data": _BY_DATA, "indexed": _INDEXED}
 _KINDS |= {"random": _RANDOM, "attention": attention.OPERATORS}
-
-fallbacks: Counter[str] = Counter()
-"""Operators that the host has in fp32 alone, with how often."""
 
 _bases: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -95,7 +90,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def wait(device: int | None = None) -> None:
     """Wait as a kernel on the device's current stream would; emulated kernels call it before they compute."""
     device = torch.cuda.current_device() if device is None else device
-    runtime.reach(torch._C._cuda_getCurrentRawStream(device), device)
+    runtime.LIBRARY.stand_in_reach(torch._C._cuda_getCurrentRawStream(device), device)
 
 
 class Compute(TorchDispatchMode):
@@ -216,7 +211,6 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
     except (RuntimeError, NotImplementedError) as error:
         if facts.in_place:
             raise RuntimeError(f"the stand-in cannot compute {func}: {error}") from error
-        fallbacks[str(func)] += 1
         return func(*_map(_wide, args), **{key: _map(_wide, value) for key, value in kwargs.items()})
 
 
@@ -284,15 +278,10 @@ def _query(event: Any) -> bool:
     return completed
 
 
-_installed: list[Compute] = []
-
-
-def install() -> Compute:
+@cache
+def install() -> None:
     """Compute from now on, in this thread and in autograd's threads."""
     if runtime.LIBRARY is None:
         raise RuntimeError('the stand-in is not preloaded: eval "$(python -m tests.device_stand_in.build)"')
-    if not _installed:
-        torch.cuda.init()
-        _installed.append(Compute())
-        _installed[0].__enter__()
-    return _installed[0]
+    torch.cuda.init()
+    Compute().__enter__()
