@@ -32,7 +32,7 @@ def elastic_engine(workload: Workload, slices: int, freeze: Pairs, resize: Pairs
         "resize": {"policy": resize if isinstance(resize, str) else [list(pair) for pair in resize]},
         "cache": {"enabled": cached},
     }
-    return new_engine(True, 2, workload, {**token_slices(slices), "elastic_pipeline": block})
+    return new_engine(2, workload, {**token_slices(slices), "elastic_pipeline": block})
 
 
 def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | str, cached: bool) -> Step:
@@ -54,8 +54,8 @@ def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | st
 def frozen_deepspeeds(workload: Workload, frozen: int, second: int | None) -> Step:
     """DeepSpeed's engine; ``second``: first layer module of the second stage, None: two replicas of the whole model."""
     if second is None:
-        return steps_of(new_engine(False, 1, workload, frozen=frozen), workload, dist.get_rank(), 2)
-    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.layers + 2]), workload)
+        return steps_of(new_engine(1, workload, frozen=frozen), workload, dist.get_rank(), 2)
+    return steps_of(new_engine(2, workload, None, frozen, [0, second, workload.shape.layers + 2]), workload)
 
 
 def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Column]:

@@ -1,6 +1,6 @@
 """Models of the columns: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,9 +108,16 @@ class TokenLoss:
         return torch.tensor(float(labels.numel()))
 
 
-def kinds(shape: Shape) -> list[Callable[[Shape, int], nn.Module]]:
-    """Classes of the layer modules, each called with shape and index."""
-    return [Embedding, *[Block] * shape.layers, Head]
+def layers(shape: Shape, *, first: type = Embedding, block: type = Block, last: type = Head, seed: int = 0) -> list[Any]:
+    """The layer modules, as a list of ``LayerSpec``; weights depend on seed and place."""
+    from deepspeed.pipe import LayerSpec
+
+    return [LayerSpec(kind, shape, seed + index) for index, kind in enumerate((first, *[block] * shape.layers, last))]
+
+
+def plain(specs: Iterable[Any]) -> nn.Sequential:
+    """The model of :func:`layers` in one piece."""
+    return nn.Sequential(*(spec.build() for spec in specs))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ per step of every column and the ratio to DeepSpeed's PipelineEngine, which is r
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests import device
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
-from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, kinds, llama_pipeline
+from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, layers, llama_pipeline, plain
 
 LEARNING_RATE = 0.1
 OPTIONAL = ("filled4", "twice4")  # columns of the table that are asked for
@@ -36,15 +35,15 @@ def settling() -> int:
 
 
 def new_engine(
-    ours: bool, stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
-    boundaries: Sequence[int] | None = None,
+    stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
+    boundaries: Sequence[int] | None = None, **kinds: type,
 ) -> Any:  # fmt: skip
-    """Our engine or DeepSpeed's, of the workload's model and the configuration's ``keys``, with so many ``frozen`` layer modules.
+    """Our engine by the configuration's ``keys``, or DeepSpeed's, of the workload's model, with so many ``frozen`` layer modules.
 
-    ``boundaries``: the first layer module of each stage and the number of all; by default equally many.
+    ``boundaries``: the first layer module of each stage and the number of all; by default equally many. ``kinds``: of modules.
     """
     import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.pipe import PipelineModule
 
     import ds_terapipe
 
@@ -55,12 +54,11 @@ def new_engine(
                 self.parts = list(boundaries)
                 self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    deepspeed.init_distributed(device.BACKENDS[device.NAME], auto_mpi_discovery=False, verbose=False)
     if workload.shape.family == "llama":
         model = llama_pipeline(workload.shape, stages)
     else:
-        layers = [LayerSpec(kind, workload.shape, index) for index, kind in enumerate(kinds(workload.shape))]
-        model = Placed(layers, num_stages=stages, loss_fn=TokenLoss(), partition_method="uniform")
+        specs = layers(workload.shape, **kinds)
+        model = Placed(specs, num_stages=stages, loss_fn=TokenLoss(), partition_method="uniform")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
@@ -68,8 +66,7 @@ def new_engine(
         "steps_per_print": 10**9, "bf16": {"enabled": workload.shape.bf16}, "zero_allow_untested_optimizer": True, **(keys or {}),
     }  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    initialize = ds_terapipe.initialize if ours else deepspeed.initialize
-    return initialize(model=model, optimizer=optimizer, config=config)[0]
+    return (ds_terapipe if keys else deepspeed).initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 1) -> Step:
@@ -90,20 +87,18 @@ def token_slices(slices: int | str, **keys: Any) -> dict[str, Any]:
 
 
 def deepspeeds(workload: Workload) -> Step:
-    """DeepSpeed's own PipelineEngine."""
-    return steps_of(new_engine(False, dist.get_world_size(), workload), workload)
+    return steps_of(new_engine(dist.get_world_size(), workload), workload)
 
 
 def ours(workload: Workload, slices: int | str, **keys: Any) -> Step:
-    return steps_of(new_engine(True, dist.get_world_size(), workload, token_slices(slices, **keys)), workload)
+    return steps_of(new_engine(dist.get_world_size(), workload, token_slices(slices, **keys)), workload)
 
 
 def one_process(workload: Workload) -> Step:
     """Plain PyTorch on the first rank."""
     if dist.get_rank():
         return lambda: None
-    model = nn.Sequential(*(kind(workload.shape, index) for index, kind in enumerate(kinds(workload.shape))))
-    return plain_steps(model, workload.micro_batches())
+    return plain_steps(plain(layers(workload.shape)), workload.micro_batches())
 
 
 def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor] | None = None) -> Step:
@@ -125,16 +120,20 @@ def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callabl
     return step
 
 
+def named(ways: Mapping[str, Callable[[Workload], Step]], workload: Workload) -> dict[str, Column]:
+    """Columns by name, behind them ``auto``, which settles while the planner works."""
+    found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
+    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
+
+
 def columns(workload: Workload) -> dict[str, Column]:
-    """By name. DeepSpeed is there twice, one process for the GPT alone."""
+    """DeepSpeed is there twice, one process for the GPT alone."""
     ways: dict[str, Callable[[Workload], Step]] = {"deepspeed": deepspeeds, "deepspeed2": deepspeeds}
     if workload.shape.family == "gpt":
         ways["one"] = one_process
     ways |= {f"ours{count}": partial(ours, slices=count) for count in (1, 2, 4, 8, 16)}
     filled: dict[str, Any] = {"slices": 4, "schedule": "zero_bubble"}
-    ways |= {"filled4": partial(ours, **filled), "twice4": partial(ours, stages_per_place=2, **filled)}
-    found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
-    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
+    return named({**ways, "filled4": partial(ours, **filled), "twice4": partial(ours, stages_per_place=2, **filled)}, workload)
 
 
 def main() -> None:
