@@ -73,10 +73,10 @@ def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Colu
     return found
 
 
-def transitions_in(seconds: Sequence[float], stay: int = STAY) -> list[tuple[float, float]]:
-    """From the seconds of a run's steps, ``stay`` in each shape of which the first two are unsteady, for each change
-    of shape: what these two take more than steady ones, in seconds and in steps of the faster of the two shapes."""
-    shapes = [seconds[start : start + stay] for start in range(0, len(seconds), stay)]
+def transitions_in(seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """From the seconds of a run's steps, of which the first two in each shape are unsteady, for each change of shape: what
+    these two take more than steady ones, in seconds and in steps of the faster of the two shapes."""
+    shapes = [seconds[start : start + STAY] for start in range(0, len(seconds), STAY)]
     steady = [min(shape[2:]) for shape in shapes]
     extra = [sum(shape[:2]) - 2 * step for shape, step in zip(shapes, steady, strict=True)]
     return [(extra[at], extra[at] / min(steady[at - 1 : at + 1])) for at in range(1, len(shapes))]

@@ -26,14 +26,6 @@ OPTIONAL = ("filled4", "twice4")  # columns of the table that are asked for
 Step = Callable[[], "float | None"]
 
 
-def settling() -> int:
-    """Steps in which the planner measures, plans, and compares its plan with the best trials."""
-    from ds_terapipe.pipeline.autotune.planner import RIVALS
-    from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
-
-    return 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
-
-
 def new_engine(
     stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
     boundaries: Sequence[int] | None = None, **kinds: type,
@@ -121,9 +113,13 @@ def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callabl
 
 
 def named(ways: Mapping[str, Callable[[Workload], Step]], workload: Workload) -> dict[str, Column]:
-    """Columns by name, behind them ``auto``, which settles while the planner works."""
+    """Columns by name, behind them ``auto``, which settles while the planner measures, plans, and compares with trials."""
+    from ds_terapipe.pipeline.autotune.planner import RIVALS
+    from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
+
     found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
-    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
+    settling = 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
+    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling)}
 
 
 def columns(workload: Workload) -> dict[str, Column]:

@@ -38,13 +38,14 @@ HOSTS = [f"ds_terapipe_{os.getpid()}_{number}" for number in range(2)]
 ADDRESSES, LINK = ("10.213.77.1", "10.213.77.2"), "veth0"  # seen inside the namespaces only
 # A small burst: a whole message of a slice must not pass at once. 50 ms of packets may wait before any is dropped.
 LIMIT = ("burst", "64kb", "latency", "50ms")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEPS = 2  # of a column in a round, the fastest counts
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[None]:
     """Context manager around two namespaces, each with an end of the link. What is left running in them is killed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         for host in HOSTS:
@@ -58,7 +59,7 @@ def two_hosts(rate: str) -> Iterator[None]:
             system("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", "tbf", "rate", rate, *LIMIT)
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         for host in HOSTS:  # their end is that of the link
             for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
@@ -69,10 +70,9 @@ def two_hosts(rate: str) -> Iterator[None]:
 
 def system(*command: str) -> None:
     """Run a command of the system; where it fails the benchmark ends with what it says."""
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"two_hosts: {' '.join(command)}: {error.stderr.strip()}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"two_hosts: {' '.join(command)}: {done.stderr.strip()}")
 
 
 def on_hosts(arguments: Sequence[str]) -> tuple[Result, float]:
@@ -207,14 +207,11 @@ def main() -> None:
     if None in map(shutil.which, ("ip", "tc")):
         sys.exit("two_hosts: got no command ip or tc, must be there, install iproute2")
     report = measure.Report(options)
-    try:
-        with two_hosts(options.rate):
-            for sequences in options.batches:
-                result, speed = on_hosts([*sys.argv[1:], "--batches", str(sequences)])
-                title = f"B={sequences}, {speed / 1e6:.0f} MB/s"
-                report.add(f"B={sequences}", result, result.table(title, "deepspeed"))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with two_hosts(options.rate):
+        for sequences in options.batches:
+            result, speed = on_hosts([*sys.argv[1:], "--batches", str(sequences)])
+            title = f"B={sequences}, {speed / 1e6:.0f} MB/s"
+            report.add(f"B={sequences}", result, result.table(title, "deepspeed"))
 
 
 if __name__ == "__main__":
