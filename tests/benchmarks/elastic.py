@@ -8,7 +8,6 @@ with the same layers frozen, on the partitions that it runs and as two replicas.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -112,7 +111,7 @@ def main() -> None:
     options = options.parse_args()
     quick: bool = options.quick
     shape, settings, report = QUICK if quick else Shape(), measure.settings_of(options), measure.Report(options)
-    shape = replace(shape, layers=options.layers or shape.layers, hidden=options.hidden or shape.hidden)
+    shape = shape._replace(layers=options.layers or shape.layers, hidden=options.hidden or shape.hidden)
     slices, parts = options.slices or [1, 4][quick:], options.parts or [0.5, 0.75][: 2 - quick]
     for part, sequences in product(parts, options.batches or [2, 4][: 2 - quick]):
         workload, frozen = Workload(shape, sequences), 1 + int(part * shape.layers)

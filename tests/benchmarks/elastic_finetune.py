@@ -11,7 +11,6 @@ the output folder; started again, the benchmark makes the missing ones.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -258,10 +257,10 @@ def main() -> None:
     plan = Plan(range(seeds), alphas, options.columns, options.micro_batches, options.probe_rounds)
     rounds = measure.Settings(repeats=4)
     if options.quick:
-        settings, rounds = replace(settings, epochs=4, batch=8), measure.Settings(patience=0, repeats=1)
+        settings, rounds = settings._replace(epochs=4, batch=8), measure.Settings(patience=0, repeats=1)
         plan = plan._replace(micro_batches=[4], rounds=1, batch=8)
     read(settings)  # or say at once what is missing
-    lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, asdict(settings))
+    lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, settings._asdict())
     done = measure.sweep(partial(needed, plan), partial(measure.on_ranks, trained, settings, rounds), lines)
     print("\n".join([title, "", *table(plan, done)]))
 

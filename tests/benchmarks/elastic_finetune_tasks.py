@@ -7,9 +7,8 @@ fill a batch are left out: every step is of one epoch. Models are lists of layer
 import io
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,7 @@ TASKS = {  # title, and the defaults of the command line
 SENTIMENTS, TOKENS, PATCH, SIDE, CLASSES = 2, 32, 4, 32, 10
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Settings common to all runs; ``limit``: samples of each part at most; ``quick``: something tiny."""
 
     task: str
@@ -131,7 +129,7 @@ def layers_of(settings: Settings, seed: int) -> list[Any]:
         middle = range(bert().config.num_hidden_layers)
         return [LayerSpec(BertInput), *(LayerSpec(BertEncoder, index) for index in middle), LayerSpec(BertHead, seed)]
     shape, first = {"vit": (VISION, Patches), "gpt": (TEXT, Embedding)}[settings.task]
-    shape = replace(shape, layers=4, hidden=32, heads=2) if settings.quick else shape
+    shape = shape._replace(layers=4, hidden=32, heads=2) if settings.quick else shape
     return layers(shape, first=first, seed=100 * seed)
 
 

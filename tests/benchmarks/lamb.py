@@ -9,7 +9,6 @@ leaves the next can go on with, and a model needs 16 bytes per parameter however
 
 import math
 import timeit
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -73,8 +72,18 @@ class Case:
         self.parameters = [torch.empty(shape).normal_(0, 0.02, generator=generator) for shape in MODELS[model]]
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter).normal_(0, 1e-3, generator=generator)
-        self.moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self.parameters}
-        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        moments = {p: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)} for p in self.parameters}
+        self.optimizers: dict[str, Any] = {
+            "adamw": torch.optim.AdamW(self.parameters, **SETTINGS, fused=True),
+            "lamb": FusedLamb(self.parameters, **SETTINGS),
+            "unchecked": FusedLamb(self.parameters, **SETTINGS, check_gradients=False),
+            "eager": EagerLamb(self.parameters, SETTINGS),
+        }
+        for name, optimizer in self.optimizers.items():  # each as after a first step
+            for parameter in self.parameters:
+                step = torch.tensor(1.0) if name == "adamw" else 1  # how each counts
+                optimizer.state[parameter] = {**moments[parameter], "step": step}
+            optimizer.step()
         self._stream = torch.ones(STREAM_ELEMENTS), torch.zeros(STREAM_ELEMENTS)
 
     def __call__(self, column: str) -> None:
@@ -86,26 +95,10 @@ class Case:
                 parameter.grad.sum()
         elif column == "search":
             # what a step of FusedLamb begins with, alone: the squares of the gradients, in which a nan or inf shows
-            ((_, (table,)),) = self.optimizer("lamb")._tables.values()  # type: ignore[attr-defined]
+            ((_, (table,)),) = self.optimizers["lamb"]._tables.values()
             table.op.square_sum(table.tables, torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
         else:
-            self.optimizer(column).step()
-
-    def optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Optimizer as after a first step, whose moments it shares with the others."""
-        if name not in self.optimizers:
-            step: Any = torch.tensor(1.0) if name == "adamw" else 1  # how each counts
-            if name == "adamw":
-                made: Any = torch.optim.AdamW(self.parameters, **SETTINGS, fused=True)
-            elif name == "eager":
-                made = EagerLamb(self.parameters, SETTINGS)
-            else:
-                made = FusedLamb(self.parameters, **SETTINGS, check_gradients=name == "lamb")
-            for parameter, (mean, square) in self.moments.items():
-                made.state[parameter] = {"exp_avg": mean, "exp_avg_sq": square, "step": deepcopy(step)}
-            made.step()
-            self.optimizers[name] = made
-        return self.optimizers[name]
+            self.optimizers[column].step()
 
 
 def rounds(model: str, settings: Settings, threads: int) -> Result:

@@ -1,9 +1,7 @@
 """Rounds, probes and columns: how every benchmark of speed takes its figures, and how trainings to their end are resumed.
 
-The method is that of docs/benchmarks.md. A probe runs a fixed computation on one rank and then on two at once. No round begins
-before a probe is below the limit, as far as patience goes. With fewer than three clean rounds the figures are inconclusive.
-
-What is measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
+The method is that of docs/benchmarks.md. No round begins before a probe is below the limit, as far as patience goes. What is
+measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
 """
 
 import argparse

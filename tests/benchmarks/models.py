@@ -1,8 +1,7 @@
 """Models of the columns: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,7 @@ from torch import Tensor, nn
 SEED = 7
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of the model; ``sequence`` in tokens; ``family``: "gpt", "llama" or "vit", of which every position sees all."""
 
     layers: int = 8
@@ -120,8 +118,7 @@ def plain(specs: Iterable[Any]) -> nn.Sequential:
     return nn.Sequential(*(spec.build() for spec in specs))
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """A model, and a batch of so many micro-batches of one sequence, the same for every column."""
 
     shape: Shape

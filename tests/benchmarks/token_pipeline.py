@@ -2,14 +2,12 @@
 
 ``python -m tests.benchmarks.token_pipeline`` prints, for 1, 2, 4 and 8 sequences in micro-batches of one, the seconds
 per step of every column and the ratio to DeepSpeed's PipelineEngine, which is run twice: the two differ by the noise.
-``--model llama`` has Hugging Face's Llama of the same sizes, with two key heads, in place of the GPT. With
-``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
+With ``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -146,7 +144,7 @@ def main() -> None:
     add("--stages", type=int, default=2, help="processes (default 2)")
     options = options.parse_args()
     given = {name: value for name in ("sequence", "layers", "hidden", "heads", "bf16") if (value := getattr(options, name))}
-    shape = replace(QUICK if options.quick else Shape(), family=options.model, **given)
+    shape = (QUICK if options.quick else Shape())._replace(family=options.model, **given)
     report = measure.Report(options)
     for sequences in options.batches:
         every, steps = columns(Workload(shape, sequences)), options.steps or (2 if sequences <= 2 else 1)

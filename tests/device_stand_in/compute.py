@@ -6,7 +6,7 @@ The operator itself runs first: its checks, allocations and copies are the devic
 import ctypes
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,16 +19,19 @@ from tests.device_stand_in import attention, runtime
 
 aten = torch.ops.aten
 
-_ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_pin_memory")
-_LEAVE = ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice")
-_COPY = ("copy_", "_to_copy", "clone")
-# The shape of their result is in the data: kernels that do nothing would give nonsense.
-_BY_DATA = ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount")
-_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
-_RANDOM = ("bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randint", "uniform_", "normal_", "rand_like")
-_RANDOM += ("randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like")
-_KINDS = {"allocate": _ALLOCATE, "leave": _LEAVE, "copy": _COPY, "data": _BY_DATA, "indexed": _INDEXED}
-_KINDS |= {"random": _RANDOM, "attention": attention.OPERATORS}
+_KINDS: dict[str, Collection[str]] = {
+    "allocate": ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_pin_memory"),
+    "leave": ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice"),
+    "copy": ("copy_", "_to_copy", "clone"),
+    # The shape of their result is in the data: kernels that do nothing would give nonsense.
+    "data": ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    "indexed": ("index", "index_put", "index_put_", "_index_put_impl_"),
+    "random": (
+        "bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randint", "uniform_", "normal_", "rand_like",
+        "randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like",
+    ),
+    "attention": attention.OPERATORS,
+}  # fmt: skip
 
 _bases: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
