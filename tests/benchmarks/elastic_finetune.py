@@ -17,10 +17,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader
 
+import ds_terapipe
+from ds_terapipe.elastic.sampler import ElasticBatchSampler
 from tests.benchmarks import measure
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, batch_of, collate, layers_of, mean_loss, read
 from tests.benchmarks.measure import Lines, spread
@@ -71,12 +75,6 @@ class Training:
     """A model, an engine and its data."""
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        import deepspeed
-        from deepspeed.pipe import PipelineModule
-
-        import ds_terapipe
-        from ds_terapipe.elastic.sampler import ElasticBatchSampler
-
         self.settings, self.run, self.data = settings, run, read(settings)
         self.steps = len(self.data["train"]) // settings.batch
         module = PipelineModule(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -124,8 +125,6 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def layers_of(settings: Settings, seed: int) -> list[Any]:
     """Layers of a run's model, as a list of ``LayerSpec``."""
     if settings.task == "bert":
-        from deepspeed.pipe import LayerSpec
-
         middle = range(bert().config.num_hidden_layers)
         return [LayerSpec(BertInput), *(LayerSpec(BertEncoder, index) for index in middle), LayerSpec(BertHead, seed)]
     shape, first = {"vit": (VISION, Patches), "gpt": (TEXT, Embedding)}[settings.task]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 SEED = 7
@@ -108,8 +109,6 @@ class TokenLoss:
 
 def layers(shape: Shape, *, first: type = Embedding, block: type = Block, last: type = Head, seed: int = 0) -> list[Any]:
     """The layer modules, as a list of ``LayerSpec``; weights depend on seed and place."""
-    from deepspeed.pipe import LayerSpec
-
     return [LayerSpec(kind, shape, seed + index) for index, kind in enumerate((first, *[block] * shape.layers, last))]
 
 

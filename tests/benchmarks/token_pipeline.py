@@ -11,10 +11,16 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import p2p
 from torch import nn
 
+import ds_terapipe
+from ds_terapipe.pipeline.autotune.planner import RIVALS
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
 from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, layers, llama_pipeline, plain
@@ -32,10 +38,6 @@ def new_engine(
 
     ``boundaries``: the first layer module of each stage and the number of all; by default equally many. ``kinds``: of modules.
     """
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
-    import ds_terapipe
 
     class Placed(PipelineModule):
         def _partition_layers(self, method: str = "uniform") -> None:
@@ -61,8 +63,6 @@ def new_engine(
 
 def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 1) -> Step:
     """Steps of an engine over a replica's share of the workload's micro-batches, again and again."""
-    from deepspeed.runtime.pipe import p2p
-
     iterator = itertools.cycle(workload.micro_batches()[replica::replicas])
 
     def step() -> float:
@@ -112,9 +112,6 @@ def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callabl
 
 def named(ways: Mapping[str, Callable[[Workload], Step]], workload: Workload) -> dict[str, Column]:
     """Columns by name, behind them ``auto``, which settles while the planner measures, plans, and compares with trials."""
-    from ds_terapipe.pipeline.autotune.planner import RIVALS
-    from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
-
     found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
     settling = 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
     return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling)}

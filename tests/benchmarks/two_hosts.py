@@ -1,10 +1,8 @@
 """A training step of a GPT on two hosts: token slices against pipeline, tensor and context parallelism.
 
 ``python -m tests.benchmarks.two_hosts``, as root, joins two network namespaces by a link of ``--rate``, and runs one rank in each
-as a host of its own. It prints, for 1 and 2 sequences in micro-batches of one, the seconds per step of every column and the
-ratio to DeepSpeed's PipelineEngine. Namespaces, link and its limit are gone afterwards, also after an error or ctrl-C.
-
-The peers, which docs/benchmarks.md names, train the same model.
+as a host of its own. Namespaces, link and its limit are gone afterwards, also after an error or ctrl-C. The peers, which
+docs/benchmarks.md names, train the same model.
 """
 
 import argparse

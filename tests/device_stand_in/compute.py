@@ -144,10 +144,9 @@ class Compute(TorchDispatchMode):
 
 def _device_of(args: Any, kwargs: Any) -> int | None:
     """Index of the device that the operator runs on."""
-    for value in (*args, *kwargs.values()):
-        for each in _leaves(value):
-            if isinstance(each, Tensor) and each.device.type == "cuda":
-                return each.device.index
+    for each in _leaves((*args, *kwargs.values())):
+        if isinstance(each, Tensor) and each.device.type == "cuda":
+            return each.device.index
     wanted = kwargs.get("device")
     if wanted is None or torch.device(wanted).type != "cuda":
         return None
