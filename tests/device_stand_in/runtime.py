@@ -5,8 +5,7 @@ from collections import Counter
 from typing import Any
 
 _EACH_RACE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
-HOST = -1
-"""Stream of accesses by the host, for `access`."""
+HOST = -1  # stream of accesses by the host
 
 
 def _library() -> Any:
@@ -20,8 +19,7 @@ def _library() -> Any:
     return library
 
 
-LIBRARY = _library()
-"""The preloaded library, None where there is none."""
+LIBRARY = _library()  # None where none is preloaded
 
 
 def races() -> Counter[str]:
