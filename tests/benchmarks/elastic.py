@@ -8,7 +8,6 @@ with the same layers frozen, on the partitions that it runs and as two replicas.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,7 +31,7 @@ def elastic_engine(workload: Workload, slices: int, freeze: Pairs, resize: Pairs
         "resize": {"policy": resize if isinstance(resize, str) else [list(pair) for pair in resize]},
         "cache": {"enabled": cached},
     }
-    return new_engine(True, 2, workload, {**token_slices(slices), "elastic_pipeline": block})
+    return new_engine(2, workload, {**token_slices(slices), "elastic_pipeline": block})
 
 
 def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | str, cached: bool) -> Step:
@@ -54,8 +53,8 @@ def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | st
 def frozen_deepspeeds(workload: Workload, frozen: int, second: int | None) -> Step:
     """DeepSpeed's engine; ``second``: first layer module of the second stage, None: two replicas of the whole model."""
     if second is None:
-        return steps_of(new_engine(False, 1, workload, frozen=frozen), workload, dist.get_rank(), 2)
-    return steps_of(new_engine(False, 2, workload, {}, frozen, [0, second, workload.shape.layers + 2]), workload)
+        return steps_of(new_engine(1, workload, frozen=frozen), workload, dist.get_rank(), 2)
+    return steps_of(new_engine(2, workload, None, frozen, [0, second, workload.shape.layers + 2]), workload)
 
 
 def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Column]:
@@ -73,10 +72,10 @@ def columns(workload: Workload, frozen: int, slices: Sequence[int]) -> list[Colu
     return found
 
 
-def transitions_in(seconds: Sequence[float], stay: int = STAY) -> list[tuple[float, float]]:
-    """From the seconds of a run's steps, ``stay`` in each shape of which the first two are unsteady, for each change
-    of shape: what these two take more than steady ones, in seconds and in steps of the faster of the two shapes."""
-    shapes = [seconds[start : start + stay] for start in range(0, len(seconds), stay)]
+def transitions_in(seconds: Sequence[float]) -> list[tuple[float, float]]:
+    """From the seconds of a run's steps, of which the first two in each shape are unsteady, for each change of shape: what
+    these two take more than steady ones, in seconds and in steps of the faster of the two shapes."""
+    shapes = [seconds[start : start + STAY] for start in range(0, len(seconds), STAY)]
     steady = [min(shape[2:]) for shape in shapes]
     extra = [sum(shape[:2]) - 2 * step for shape, step in zip(shapes, steady, strict=True)]
     return [(extra[at], extra[at] / min(steady[at - 1 : at + 1])) for at in range(1, len(shapes))]
@@ -112,7 +111,7 @@ def main() -> None:
     options = options.parse_args()
     quick: bool = options.quick
     shape, settings, report = QUICK if quick else Shape(), measure.settings_of(options), measure.Report(options)
-    shape = replace(shape, layers=options.layers or shape.layers, hidden=options.hidden or shape.hidden)
+    shape = shape._replace(layers=options.layers or shape.layers, hidden=options.hidden or shape.hidden)
     slices, parts = options.slices or [1, 4][quick:], options.parts or [0.5, 0.75][: 2 - quick]
     for part, sequences in product(parts, options.batches or [2, 4][: 2 - quick]):
         workload, frozen = Workload(shape, sequences), 1 + int(part * shape.layers)

@@ -1,10 +1,8 @@
 """Time and accuracy of a fine-tuning with freezing, beside DeepSpeed's pipeline and data parallelism.
 
-``python -m tests.benchmarks.elastic_finetune --data FOLDER`` fine-tunes a BERT on SST-2 in two processes of one thread,
-``--task vit`` a small vision Transformer on images, ``--task gpt`` a small GPT on Python's standard library. First come probes
-of few steps: DeepSpeed's pipeline on every partition and micro-batch, its replicas and our engine on every micro-batch; the
-fastest of each kind is trained. Then, seed by seed, all columns: ours with the cache for every alpha, without it for the first.
-All columns train the same layers with the same optimizer, learning rates and order of samples.
+``python -m tests.benchmarks.elastic_finetune``, as docs/benchmarks.md says. First come probes of few steps: DeepSpeed's
+pipeline on every partition and micro-batch, its replicas and our engine on every micro-batch; the fastest of each kind is
+trained. Then, seed by seed, all columns: ours with the cache for every alpha, without it for the first.
 
 Times are those of all training steps, changes of shape between them included, evaluations not. Each finished run is a line in
 the output folder; started again, the benchmark makes the missing ones.
@@ -13,17 +11,20 @@ the output folder; started again, the benchmark makes the missing ones.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from torch.utils.data import DataLoader
 
+import ds_terapipe
+from ds_terapipe.elastic.sampler import ElasticBatchSampler
 from tests.benchmarks import measure
 from tests.benchmarks.elastic_finetune_tasks import TASKS, Settings, batch_of, collate, layers_of, mean_loss, read
 from tests.benchmarks.measure import Lines, spread
@@ -74,11 +75,6 @@ class Training:
     """A model, an engine and its data."""
 
     def __init__(self, settings: Settings, run: Run) -> None:
-        import deepspeed
-        from deepspeed.pipe import PipelineModule
-
-        import ds_terapipe
-
         self.settings, self.run, self.data = settings, run, read(settings)
         self.steps = len(self.data["train"]) // settings.batch
         module = PipelineModule(
@@ -93,22 +89,18 @@ class Training:
         if run.column in OURS:
             arguments |= {"training_data": self.data["train"], "collate_fn": collate}
         self.engine = (ds_terapipe if run.column in OURS else deepspeed).initialize(**arguments)[0]
-        self.batches = [] if run.column in OURS else [self.in_order()]
+        self.batches = []
+        if run.column not in OURS:  # the micro-batches of a replica, in the order that ours has
+            sampler = ElasticBatchSampler(
+                len(self.data["train"]), settings.batch, micro_batch=run.micro_batch, shuffle=True, seed=run.seed,
+                replicas=self.engine.dp_world_size, replica=self.engine.grid.get_data_parallel_rank(),
+            )  # fmt: skip
+            self.batches = [iter(DataLoader(self.data["train"], batch_sampler=sampler, collate_fn=collate))]
         # where there is a cache or a reshape each layer draws its dropout from the first rank's seed; else each rank from its own
         torch.manual_seed(1000 * run.seed + (0 if run.column in OURS else dist.get_rank()))
 
-    def in_order(self) -> Any:
-        """The micro-batches of a replica for DeepSpeed's engine, in the order that ours has."""
-        from ds_terapipe.elastic.sampler import ElasticBatchSampler
-
-        sampler = ElasticBatchSampler(
-            len(self.data["train"]), self.settings.batch, micro_batch=self.run.micro_batch, shuffle=True, seed=self.run.seed,
-            replicas=self.engine.dp_world_size, replica=self.engine.grid.get_data_parallel_rank(),
-        )  # fmt: skip
-        return iter(DataLoader(self.data["train"], batch_sampler=sampler, collate_fn=collate))
-
     def train(self, count: int) -> dict[str, Any]:
-        """So many steps: seconds of all and of the fastest; samples read from the cache, frozen entries of the layer list."""
+        """So many steps: seconds of all, and of the fastest after a first quarter; samples from the cache, frozen entries."""
         taken = []
         dist.barrier()
         start = last = time.perf_counter()
@@ -144,20 +136,14 @@ class Training:
         return 100 * int(total[0]) / int(total[1])
 
 
-def probed(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
-    """Seconds of the fastest step; the first quarter of them is to settle in."""
-    training = Training(settings, run)
-    measure.quiet(rounds)
-    return {"step": training.train(4 if settings.quick else 40)["fastest"]}
-
-
 def trained(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
     """All epochs of a training: lists with an item for each, dev after each, test at the end, and the probes' slowdowns.
 
-    Raises WrongResult where the training was not what its column is about.
+    Of a probe the seconds of its fastest step. Raises WrongResult where the training was not what its column is about.
     """
-    training = Training(settings, run)
-    slowdown, epochs = [measure.slowdown_of(measure.quiet(rounds))], []
+    training, slowdown, epochs = Training(settings, run), [measure.slowdown_of(measure.quiet(rounds))], []
+    if run.probe:
+        return {"step": training.train(4 if settings.quick else 40)["fastest"]}
     for epoch in range(settings.epochs):
         epochs.append(training.train(training.steps))
         slowdown.append(measure.slowdown_of(measure.probe(rounds)))
@@ -269,12 +255,11 @@ def main() -> None:
     plan = Plan(range(seeds), alphas, options.columns, options.micro_batches, options.probe_rounds)
     rounds = measure.Settings(repeats=4)
     if options.quick:
-        settings, rounds = replace(settings, epochs=4, batch=8), measure.Settings(patience=0, repeats=1)
+        settings, rounds = settings._replace(epochs=4, batch=8), measure.Settings(patience=0, repeats=1)
         plan = plan._replace(micro_batches=[4], rounds=1, batch=8)
     read(settings)  # or say at once what is missing
-    lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, asdict(settings))
-    make = lambda run: measure.on_ranks(probed if run.probe else trained, settings, rounds, run)  # noqa: E731
-    done = measure.sweep(partial(needed, plan), make, lines)
+    lines = Lines(Path("runs/elastic_finetune") / f"{options.task}.jsonl", Run, settings._asdict())
+    done = measure.sweep(partial(needed, plan), partial(measure.on_ranks, trained, settings, rounds), lines)
     print("\n".join([title, "", *table(plan, done)]))
 
 

@@ -7,17 +7,17 @@ fill a batch are left out: every step is of one epoch. Models are lists of layer
 import io
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.benchmarks.large_batch import load_corpus
-from tests.benchmarks.models import Block, Embedding, Head, Shape, initialise
+from tests.benchmarks.models import Embedding, Shape, initialise, layers
 
 TASKS = {  # title, and the defaults of the command line
     "bert": ("BERT on SST-2, 6 layers x 384", {"seeds": 3, "alphas": (1 / 4, 1 / 3, 2 / 5, 1 / 2), "lr": 1e-4}),
@@ -27,8 +27,7 @@ TASKS = {  # title, and the defaults of the command line
 SENTIMENTS, TOKENS, PATCH, SIDE, CLASSES = 2, 32, 4, 32, 10
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """Settings common to all runs; ``limit``: samples of each part at most; ``quick``: something tiny."""
 
     task: str
@@ -125,16 +124,12 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 def layers_of(settings: Settings, seed: int) -> list[Any]:
     """Layers of a run's model, as a list of ``LayerSpec``."""
-    from deepspeed.pipe import LayerSpec
-
     if settings.task == "bert":
         middle = range(bert().config.num_hidden_layers)
-        kinds = [(BertInput, 0), *((BertEncoder, index) for index in middle), (BertHead, seed)]
-        return [LayerSpec(kind, index) for kind, index in kinds]
-    shape = {"vit": VISION, "gpt": TEXT}[settings.task]
-    shape = replace(shape, layers=4, hidden=32, heads=2) if settings.quick else shape
-    kinds = [Patches if settings.task == "vit" else Embedding, *[Block] * shape.layers, Head]
-    return [LayerSpec(kind, shape, 100 * seed + index) for index, kind in enumerate(kinds)]
+        return [LayerSpec(BertInput), *(LayerSpec(BertEncoder, index) for index in middle), LayerSpec(BertHead, seed)]
+    shape, first = {"vit": (VISION, Patches), "gpt": (TEXT, Embedding)}[settings.task]
+    shape = shape._replace(layers=4, hidden=32, heads=2) if settings.quick else shape
+    return layers(shape, first=first, seed=100 * seed)
 
 
 def package_folder() -> Path:
@@ -154,7 +149,7 @@ def bert() -> Any:
 class BertInput(nn.Module):
     """(tokens [b, s], mask [b, s]) to (hidden states, mask), of integers: DeepSpeed wants gradients of floats."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embeddings = bert().embeddings
 

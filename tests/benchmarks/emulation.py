@@ -1,9 +1,8 @@
 """The simulator against the real engine on 4, 8 and 16 places, on a machine with two cores.
 
-``python -m tests.benchmarks.emulation`` trains a model whose layers compute next to nothing and sleep for their modelled time,
-forward, backward and for their weight gradients, in as many processes as there are places. All around them is the real thing: the
-engine, its schedules, placements, slices and attention buffers, and messages over gloo. Messages, the engine's own work and the
-lateness of sleeps take no time in the simulator: all that is in the error. The whole takes fifteen minutes.
+``python -m tests.benchmarks.emulation`` trains a model whose layers sleep for their modelled time, as docs/benchmarks.md says.
+All around them is the real thing. Messages, the engine's own work and the lateness of sleeps take no time in the simulator: all
+that is in the error. The whole takes fifteen minutes.
 """
 
 import itertools
@@ -11,7 +10,8 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,27 +123,21 @@ class SleepingLayer(nn.Module):
         return result
 
 
-def new_engine(case: Case, sequences: int) -> Any:
-    """An engine with one layer a stage, none of which sleeps yet; collective."""
-    places = dist.get_world_size()
-    times = times_of(case, places, sequences)
-    token_pipeline = {
-        "slices": list(case.lengths), "schedule": case.schedule, "cut": {"inputs": [1], "labels": [1]}, "verify": False,
-        "stages_per_place": times.stages // places, "placement": "v" if case.placement == "v" else "interleaved",
-    }  # fmt: skip
-    return build_engine(
-        [LayerSpec(SleepingLayer, stage, times.cost) for stage in range(times.stages)], TokenLoss(), stages=places, batch=1,
-        token_pipeline=token_pipeline, micro_batches=sequences, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-        module={"seed_layers": False, "dynamic_shape": False},
-    )  # fmt: skip
-
-
 def run_cases(cases: Sequence[Case], sequences: int, steps: int) -> list[float]:
     """Seconds of every case's fastest step: one step without sleep (shapes are announced, groups connect), then at most
     ``steps`` timed ones, none after `ENOUGH_S` seconds have been measured. For all ranks."""
-    losses, found = dict[bool, float](), []
+    losses, found, places = dict[bool, float](), [], dist.get_world_size()
     for case in cases:
-        engine, random = new_engine(case, sequences), torch.Generator().manual_seed(0)
+        times, random = times_of(case, places, sequences), torch.Generator().manual_seed(0)
+        token_pipeline = {
+            "slices": list(case.lengths), "schedule": case.schedule, "cut": {"inputs": [1], "labels": [1]}, "verify": False,
+            "stages_per_place": times.stages // places, "placement": "v" if case.placement == "v" else "interleaved",
+        }  # fmt: skip
+        engine = build_engine(
+            [LayerSpec(SleepingLayer, stage, times.cost) for stage in range(times.stages)], TokenLoss(), stages=places, batch=1,
+            token_pipeline=token_pipeline, micro_batches=sequences, optimizer=partial(torch.optim.SGD, lr=0.01),
+            module={"seed_layers": False, "dynamic_shape": False},
+        )  # fmt: skip
         shape = (sequences, 1, sum(case.lengths))
         inputs, labels = torch.randn(*shape, HIDDEN, generator=random), torch.randint(HIDDEN, shape, generator=random)
         batches = itertools.cycle(zip(inputs, labels, strict=True))

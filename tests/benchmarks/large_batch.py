@@ -1,10 +1,8 @@
 """LAMB and AdamW at growing batches on real text, the same number of samples at each.
 
-``python -m tests.benchmarks.large_batch`` trains a BERT of 2 layers x 128 on the sources of Python's library, with 102,400
-samples per run: 6,400 steps at batch 16, 800 at 128, 200 at 512. Two rows for each optimizer: the LR tuned at every batch,
-and that of the smallest batch multiplied by sqrt(batch / smallest) at the others. Tuning takes one seed and three values,
-at first: a best value at the edge of those tried has one more tried beyond it, at most ``EXTENSIONS`` times. Then the
-best ones are run with the other seeds.
+``python -m tests.benchmarks.large_batch`` trains a BERT on the sources of Python's library, as docs/explanation/lamb.md says.
+Tuning of the LR takes one seed and three values, at first: a best value at the edge of those tried has one more tried beyond
+it, at most ``EXTENSIONS`` times. Then the best ones are run with the other seeds.
 
 A sample is 64 bytes that follow one another in one file. As in BERT, 15 % of the positions (10 of 64) must be
 predicted: of these 80 % show [MASK], 10 % another byte and 10 % the byte itself.
@@ -104,16 +102,15 @@ def make_model(seed: int) -> Any:
     Rotary positions: with learned ones the 200 steps at batch 512 are over before the model has found out which bytes
     are neighbours.
     """
-    from megatron.core import parallel_state
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from ds_terapipe.megatron.attention import BidirectionalAttention
+    from ds_terapipe.megatron.parallel import initialize_parallel
 
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    initialize_parallel()
     torch.manual_seed(seed)
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=FEED_FORWARD,
@@ -153,7 +150,6 @@ def train(run: Run) -> dict[str, float | None]:
     """Validation loss in nats, None where the run left the finite numbers. LAMB is the package's as it comes."""
     from ds_terapipe.optim.lamb import FusedLamb
 
-    torch.set_num_threads(1)
     corpus, model, steps = load_corpus(), make_model(run.seed), run.samples // run.batch
     settings: dict[str, Any] = {"lr": run.lr, "betas": (0.9, 0.999), "eps": 1e-6}
     groups = decay_groups(model.parameters())
@@ -202,10 +198,9 @@ def loss_of(done: Done, run: Run) -> float:
 
 def tuning(plan: Plan, optimizer: str, batch: int, done: Done) -> tuple[Run | None, list[Run]]:
     """The best run of the tuning at ``batch``, None until that is known, and the runs that are still to be made."""
-    low, high = -1, 1
+    low, high, centre = -1, 1, CENTRES[optimizer][batch]
     while True:
-        rates = [CENTRES[optimizer][batch] * 2.0**power for power in range(low, high + 1)]
-        candidates = [plan.run(optimizer, batch, rate) for rate in rates]
+        candidates = [plan.run(optimizer, batch, centre * 2.0**power) for power in range(low, high + 1)]
         if missing := [run for run in candidates if run not in done]:
             return None, missing
         best = min(candidates, key=partial(loss_of, done))

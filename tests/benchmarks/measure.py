@@ -1,9 +1,7 @@
 """Rounds, probes and columns: how every benchmark of speed takes its figures, and how trainings to their end are resumed.
 
-The method is that of docs/benchmarks.md. A probe runs a fixed computation on one rank and then on two at once. No round begins
-before a probe is below the limit, as far as patience goes. With fewer than three clean rounds the figures are inconclusive.
-
-What is measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
+The method is that of docs/benchmarks.md. No round begins before a probe is below the limit, as far as patience goes. What is
+measured runs in processes of one thread, on all ranks alike (:func:`on_ranks`).
 """
 
 import argparse
@@ -15,7 +13,6 @@ import time
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -202,24 +199,6 @@ def side_by_side(columns: Sequence[Column], settings: Settings, steps: int, limi
     for column in columns:
         timed(ways[column.name], column.settling)
     return run_rounds({name: lambda step=step: min(timed(step, steps)) for name, step in ways.items()}, settings)
-
-
-def calls(
-    make: Callable[[], Callable[[str], object]], repeats: Mapping[str, int], settings: Settings, threads: int = 1
-) -> Result:
-    """For columns of one process: ``make()`` returns, on the first rank, what takes a column's name and does it once.
-
-    The fastest of so many ``repeats`` counts, behind one that does not. For both ranks.
-    """
-    call = make() if dist.get_rank() == 0 else None
-
-    def seconds(name: str) -> float:
-        torch.set_num_threads(threads)
-        taken = min(timeit.repeat(partial(call, name), number=1, repeat=1 + repeats[name])[1:]) if call else 0.0
-        torch.set_num_threads(1)
-        return slowest([taken])[0]
-
-    return run_rounds({name: partial(seconds, name) for name in repeats}, settings)
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -1,18 +1,17 @@
 """Models of the columns: a GPT in plain PyTorch, one module per layer, and Hugging Face's Llama by ``ds_terapipe.hf``."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 SEED = 7
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Sizes of the model; ``sequence`` in tokens; ``family``: "gpt", "llama" or "vit", of which every position sees all."""
 
     layers: int = 8
@@ -108,13 +107,17 @@ class TokenLoss:
         return torch.tensor(float(labels.numel()))
 
 
-def kinds(shape: Shape) -> list[Callable[[Shape, int], nn.Module]]:
-    """Classes of the layer modules, each called with shape and index."""
-    return [Embedding, *[Block] * shape.layers, Head]
+def layers(shape: Shape, *, first: type = Embedding, block: type = Block, last: type = Head, seed: int = 0) -> list[Any]:
+    """The layer modules, as a list of ``LayerSpec``; weights depend on seed and place."""
+    return [LayerSpec(kind, shape, seed + index) for index, kind in enumerate((first, *[block] * shape.layers, last))]
 
 
-@dataclass(frozen=True)
-class Workload:
+def plain(specs: Iterable[Any]) -> nn.Sequential:
+    """The model of :func:`layers` in one piece."""
+    return nn.Sequential(*(spec.build() for spec in specs))
+
+
+class Workload(NamedTuple):
     """A model, and a batch of so many micro-batches of one sequence, the same for every column."""
 
     shape: Shape

@@ -2,51 +2,42 @@
 
 ``python -m tests.benchmarks.token_pipeline`` prints, for 1, 2, 4 and 8 sequences in micro-batches of one, the seconds
 per step of every column and the ratio to DeepSpeed's PipelineEngine, which is run twice: the two differ by the noise.
-``--model llama`` has Hugging Face's Llama of the same sizes, with two key heads, in place of the GPT. With
-``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
+With ``TESTS_DEVICE=cuda`` the processes train on GPUs, see docs/gpu.md.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe import p2p
 from torch import nn
 
-from tests import device
+import ds_terapipe
+from ds_terapipe.pipeline.autotune.planner import RIVALS
+from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Column
-from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, kinds, llama_pipeline
+from tests.benchmarks.models import QUICK, Shape, TokenLoss, Workload, layers, llama_pipeline, plain
 
 LEARNING_RATE = 0.1
 OPTIONAL = ("filled4", "twice4")  # columns of the table that are asked for
 Step = Callable[[], "float | None"]
 
 
-def settling() -> int:
-    """Steps in which the planner measures, plans, and compares its plan with the best trials."""
-    from ds_terapipe.pipeline.autotune.planner import RIVALS
-    from ds_terapipe.pipeline.autotune.trials import ROUNDS, TRIALS, TURNS
-
-    return 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
-
-
 def new_engine(
-    ours: bool, stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
-    boundaries: Sequence[int] | None = None,
+    stages: int, workload: Workload, keys: dict[str, Any] | None = None, frozen: int = 0,
+    boundaries: Sequence[int] | None = None, **kinds: type,
 ) -> Any:  # fmt: skip
-    """Our engine or DeepSpeed's, of the workload's model and the configuration's ``keys``, with so many ``frozen`` layer modules.
+    """Our engine by the configuration's ``keys``, or DeepSpeed's, of the workload's model, with so many ``frozen`` layer modules.
 
-    ``boundaries``: the first layer module of each stage and the number of all; by default equally many.
+    ``boundaries``: the first layer module of each stage and the number of all; by default equally many. ``kinds``: of modules.
     """
-    import deepspeed
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    import ds_terapipe
 
     class Placed(PipelineModule):
         def _partition_layers(self, method: str = "uniform") -> None:
@@ -55,12 +46,11 @@ def new_engine(
                 self.parts = list(boundaries)
                 self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
-    deepspeed.init_distributed(device.BACKENDS[device.NAME], auto_mpi_discovery=False, verbose=False)
     if workload.shape.family == "llama":
         model = llama_pipeline(workload.shape, stages)
     else:
-        layers = [LayerSpec(kind, workload.shape, index) for index, kind in enumerate(kinds(workload.shape))]
-        model = Placed(layers, num_stages=stages, loss_fn=TokenLoss(), partition_method="uniform")
+        specs = layers(workload.shape, **kinds)
+        model = Placed(specs, num_stages=stages, loss_fn=TokenLoss(), partition_method="uniform")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(int(name.partition(".")[0]) >= frozen)
     config = {
@@ -68,14 +58,11 @@ def new_engine(
         "steps_per_print": 10**9, "bf16": {"enabled": workload.shape.bf16}, "zero_allow_untested_optimizer": True, **(keys or {}),
     }  # fmt: skip
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-    initialize = ds_terapipe.initialize if ours else deepspeed.initialize
-    return initialize(model=model, optimizer=optimizer, config=config)[0]
+    return (ds_terapipe if keys else deepspeed).initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def steps_of(engine: Any, workload: Workload, replica: int = 0, replicas: int = 1) -> Step:
     """Steps of an engine over a replica's share of the workload's micro-batches, again and again."""
-    from deepspeed.runtime.pipe import p2p
-
     iterator = itertools.cycle(workload.micro_batches()[replica::replicas])
 
     def step() -> float:
@@ -90,20 +77,18 @@ def token_slices(slices: int | str, **keys: Any) -> dict[str, Any]:
 
 
 def deepspeeds(workload: Workload) -> Step:
-    """DeepSpeed's own PipelineEngine."""
-    return steps_of(new_engine(False, dist.get_world_size(), workload), workload)
+    return steps_of(new_engine(dist.get_world_size(), workload), workload)
 
 
 def ours(workload: Workload, slices: int | str, **keys: Any) -> Step:
-    return steps_of(new_engine(True, dist.get_world_size(), workload, token_slices(slices, **keys)), workload)
+    return steps_of(new_engine(dist.get_world_size(), workload, token_slices(slices, **keys)), workload)
 
 
 def one_process(workload: Workload) -> Step:
     """Plain PyTorch on the first rank."""
     if dist.get_rank():
         return lambda: None
-    model = nn.Sequential(*(kind(workload.shape, index) for index, kind in enumerate(kinds(workload.shape))))
-    return plain_steps(model, workload.micro_batches())
+    return plain_steps(plain(layers(workload.shape)), workload.micro_batches())
 
 
 def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor] | None = None) -> Step:
@@ -125,16 +110,21 @@ def plain_steps(model: nn.Module, micro_batches: Sequence[Any], loss_of: Callabl
     return step
 
 
+def named(ways: Mapping[str, Callable[[Workload], Step]], workload: Workload) -> dict[str, Column]:
+    """Columns by name, behind them ``auto``, which settles while the planner measures, plans, and compares with trials."""
+    found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
+    settling = 1 + ROUNDS * len(TRIALS) + 1 + TURNS * (1 + RIVALS)
+    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling)}
+
+
 def columns(workload: Workload) -> dict[str, Column]:
-    """By name. DeepSpeed is there twice, one process for the GPT alone."""
+    """DeepSpeed is there twice, one process for the GPT alone."""
     ways: dict[str, Callable[[Workload], Step]] = {"deepspeed": deepspeeds, "deepspeed2": deepspeeds}
     if workload.shape.family == "gpt":
         ways["one"] = one_process
     ways |= {f"ours{count}": partial(ours, slices=count) for count in (1, 2, 4, 8, 16)}
     filled: dict[str, Any] = {"slices": 4, "schedule": "zero_bubble"}
-    ways |= {"filled4": partial(ours, **filled), "twice4": partial(ours, stages_per_place=2, **filled)}
-    found = {name: Column(name, partial(prepare, workload)) for name, prepare in ways.items()}
-    return {**found, "auto": Column("auto", partial(ours, workload, "auto"), settling())}
+    return named({**ways, "filled4": partial(ours, **filled), "twice4": partial(ours, stages_per_place=2, **filled)}, workload)
 
 
 def main() -> None:
@@ -151,7 +141,7 @@ def main() -> None:
     add("--stages", type=int, default=2, help="processes (default 2)")
     options = options.parse_args()
     given = {name: value for name in ("sequence", "layers", "hidden", "heads", "bf16") if (value := getattr(options, name))}
-    shape = replace(QUICK if options.quick else Shape(), family=options.model, **given)
+    shape = (QUICK if options.quick else Shape())._replace(family=options.model, **given)
     report = measure.Report(options)
     for sequences in options.batches:
         every, steps = columns(Workload(shape, sequences)), options.steps or (2 if sequences <= 2 else 1)

@@ -1,10 +1,8 @@
 """A training step of a GPT on two hosts: token slices against pipeline, tensor and context parallelism.
 
 ``python -m tests.benchmarks.two_hosts``, as root, joins two network namespaces by a link of ``--rate``, and runs one rank in each
-as a host of its own. It prints, for 1 and 2 sequences in micro-batches of one, the seconds per step of every column and the
-ratio to DeepSpeed's PipelineEngine. Namespaces, link and its limit are gone afterwards, also after an error or ctrl-C.
-
-The peers, which docs/benchmarks.md names, train the same model.
+as a host of its own. Namespaces, link and its limit are gone afterwards, also after an error or ctrl-C. The peers, which
+docs/benchmarks.md names, train the same model.
 """
 
 import argparse
@@ -30,20 +28,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests import spawn
 from tests.benchmarks import measure
-from tests.benchmarks.measure import Column, Result
-from tests.benchmarks.models import QUICK, Block, Embedding, Head, Shape, Workload
-from tests.benchmarks.token_pipeline import Step, deepspeeds, ours, plain_steps, settling
+from tests.benchmarks.measure import Result
+from tests.benchmarks.models import QUICK, Block, Shape, Workload, layers, plain
+from tests.benchmarks.token_pipeline import Step, deepspeeds, named, ours, plain_steps
 
 HOSTS = [f"ds_terapipe_{os.getpid()}_{number}" for number in range(2)]
 ADDRESSES, LINK = ("10.213.77.1", "10.213.77.2"), "veth0"  # seen inside the namespaces only
 # A small burst: a whole message of a slice must not pass at once. 50 ms of packets may wait before any is dropped.
 LIMIT = ("burst", "64kb", "latency", "50ms")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STEPS = 2  # of a column in a round, the fastest counts
 
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[None]:
     """Context manager around two namespaces, each with an end of the link. What is left running in them is killed."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         for host in HOSTS:
@@ -57,7 +57,7 @@ def two_hosts(rate: str) -> Iterator[None]:
             system("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", "tbf", "rate", rate, *LIMIT)
         yield
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         for host in HOSTS:  # their end is that of the link
             for process in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split():
@@ -68,10 +68,9 @@ def two_hosts(rate: str) -> Iterator[None]:
 
 def system(*command: str) -> None:
     """Run a command of the system; where it fails the benchmark ends with what it says."""
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except subprocess.CalledProcessError as error:
-        sys.exit(f"two_hosts: {' '.join(command)}: {error.stderr.strip()}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"two_hosts: {' '.join(command)}: {done.stderr.strip()}")
 
 
 def on_hosts(arguments: Sequence[str]) -> tuple[Result, float]:
@@ -129,13 +128,12 @@ def tensor_parallel(workload: Workload) -> Step:
         return made
 
     column, row = {"gather_output": False}, {"input_is_parallel": True}
-    blocks = [Block(workload.shape, 1 + index) for index in range(workload.shape.layers)]
+    model = plain(layers(workload.shape))
+    *blocks, head = model[1:]
     for block in blocks:
         block.qkv, block.fc1 = (shared(each, ColumnParallelLinear, 0, **column) for each in (block.qkv, block.fc1))
         block.proj, block.fc2 = (shared(each, RowParallelLinear, 1, **row) for each in (block.proj, block.fc2))
-    head = Head(workload.shape, 1 + len(blocks))
     head.linear = shared(head.linear, ColumnParallelLinear, 0, **column)
-    model = nn.Sequential(Embedding(workload.shape, 0), *blocks, head)
     return plain_steps(model, workload.micro_batches(), lambda *given: vocab_parallel_cross_entropy(*given).mean())
 
 
@@ -159,15 +157,12 @@ class UlyssesBlock(Block):
 
 def context_parallel(workload: Workload) -> Step:
     """DeepSpeed's Ulysses: half of the tokens on each host, gradients reduced as in data parallelism."""
-    shape, rank = workload.shape, dist.get_rank()
-    blocks = [UlyssesBlock(shape, 1 + index) for index in range(shape.layers)]
-    model = nn.Sequential(Embedding(shape, 0), *blocks, Head(shape, 1 + shape.layers))
 
     def half(tensor: Tensor) -> Tensor:
-        return tensor.chunk(2, 1)[rank].contiguous()
+        return tensor.chunk(2, 1)[dist.get_rank()].contiguous()
 
     halves = [((half(tokens), half(at)), half(labels)) for (tokens, at), labels in workload.micro_batches()]
-    step = plain_steps(DistributedDataParallel(model), halves)
+    step = plain_steps(DistributedDataParallel(plain(layers(workload.shape, block=UlyssesBlock))), halves)
 
     def mean() -> float:
         loss = torch.tensor(step())
@@ -177,25 +172,19 @@ def context_parallel(workload: Workload) -> Step:
     return mean
 
 
-def columns(workload: Workload) -> dict[str, Column]:
-    """By name. Those of ours with a number have so many slices."""
-    filled: dict[str, Any] = {"slices": 8, "schedule": "zero_bubble"}
-    ways: dict[str, Callable[[Workload], Step]] = {
-        "deepspeed": deepspeeds, "tensor": tensor_parallel, "context": context_parallel, "ours8": partial(ours, slices=8),
-        "filled8": partial(ours, **filled), "twice8": partial(ours, stages_per_place=2, **filled),
-        "v8": partial(ours, stages_per_place=2, placement="v", **filled), "auto": partial(ours, slices="auto"),
-    }  # fmt: skip
-    settle = {"auto": settling()}
-    return {name: Column(name, partial(way, workload), settle.get(name, 0)) for name, way in ways.items()}
+FILLED: dict[str, Any] = {"slices": 8, "schedule": "zero_bubble"}
+WAYS: dict[str, Callable[[Workload], Step]] = {  # those of ours with a number have so many slices
+    "deepspeed": deepspeeds, "tensor": tensor_parallel, "context": context_parallel, "ours8": partial(ours, slices=8),
+    "filled8": partial(ours, **FILLED), "twice8": partial(ours, stages_per_place=2, **FILLED),
+    "v8": partial(ours, stages_per_place=2, placement="v", **FILLED),
+}  # fmt: skip
 
 
 def rank(options: Any, sequences: int) -> None:
     """Measure as one of the two ranks; the first writes down what was found."""
     spawn._join_group()
-    every = columns(Workload(QUICK if options.quick else Shape(), sequences))
-    chosen = [every[name] for name in options.columns or every]
-    speed = bandwidth()
-    result = measure.side_by_side(chosen, measure.settings_of(options), options.steps)
+    speed, columns = bandwidth(), named(WAYS, Workload(QUICK if options.quick else Shape(), sequences))
+    result = measure.side_by_side(list(columns.values()), measure.settings_of(options), STEPS)
     if dist.get_rank() == 0:
         options.to.write_bytes(pickle.dumps((result, speed)))
     dist.barrier()
@@ -206,8 +195,6 @@ def main() -> None:
     options = measure.parser("two_hosts", __doc__, rounds=3)
     add = options.add_argument
     add("--batches", type=measure.listed(int), default=[1, 2], help="sequences per step (default 1,2)")
-    add("--columns", type=measure.listed(str), help="of the table's (default all)")
-    add("--steps", type=int, default=2, help="of a column in a round, the fastest counts (default 2)")
     add("--rate", default="1gbit", help="of the link in each direction, as tc takes it (default 1gbit)")
     add("--to", type=Path, help=argparse.SUPPRESS)  # a rank of the benchmark's own: file for what it finds
     options = options.parse_args()
@@ -218,14 +205,11 @@ def main() -> None:
     if None in map(shutil.which, ("ip", "tc")):
         sys.exit("two_hosts: got no command ip or tc, must be there, install iproute2")
     report = measure.Report(options)
-    try:
-        with two_hosts(options.rate):
-            for sequences in options.batches:
-                result, speed = on_hosts([*sys.argv[1:], "--batches", str(sequences)])
-                title = f"B={sequences}, {speed / 1e6:.0f} MB/s"
-                report.add(f"B={sequences}", result, result.table(title, "deepspeed"))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with two_hosts(options.rate):
+        for sequences in options.batches:
+            result, speed = on_hosts([*sys.argv[1:], "--batches", str(sequences)])
+            title = f"B={sequences}, {speed / 1e6:.0f} MB/s"
+            report.add(f"B={sequences}", result, result.table(title, "deepspeed"))
 
 
 if __name__ == "__main__":

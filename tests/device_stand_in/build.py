@@ -44,9 +44,8 @@ def build(folder: Path | None = None) -> dict[str, str]:
     headers = cuda_headers()
     runtime = sorted(path for path in SOURCES.glob("*.cpp") if path.name != _DRIVER)
     if folder is None:
-        read = [*runtime, SOURCES / _DRIVER, *sorted(SOURCES.glob("*.h"))]
         digest = hashlib.blake2b(repr((compiler, headers, FLAGS)).encode(), digest_size=8)
-        for path in read:
+        for path in [*runtime, SOURCES / _DRIVER, *sorted(SOURCES.glob("*.h"))]:
             digest.update(path.read_bytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = cache / "ds_terapipe" / "device_stand_in" / digest.hexdigest()

@@ -6,8 +6,7 @@ The operator itself runs first: its checks, allocations and copies are the devic
 import ctypes
 import hashlib
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,20 +19,19 @@ from tests.device_stand_in import attention, runtime
 
 aten = torch.ops.aten
 
-_ALLOCATE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-_ALLOCATE += ("_pin_memory",)
-_LEAVE = ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice")
-_COPY = ("copy_", "_to_copy", "clone")
-# The shape of their result is in the data: kernels that do nothing would give nonsense.
-_BY_DATA = ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount")
-_INDEXED = ("index", "index_put", "index_put_", "_index_put_impl_")
-_RANDOM = ("bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randint", "uniform_", "normal_", "rand_like")
-_RANDOM += ("randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like")
-_KINDS = {"allocate": _ALLOCATE, "leave": _LEAVE, "copy": _COPY, "data": _BY_DATA, "indexed": _INDEXED}
-_KINDS |= {"random": _RANDOM, "attention": attention.OPERATORS}
-
-fallbacks: Counter[str] = Counter()
-"""Operators that the host has in fp32 alone, with how often."""
+_KINDS: dict[str, Collection[str]] = {
+    "allocate": ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_pin_memory"),
+    "leave": ("record_stream", "resize_", "resize_as_", "set_", "is_pinned", "_local_scalar_dense", "_fused_sdp_choice"),
+    "copy": ("copy_", "_to_copy", "clone"),
+    # The shape of their result is in the data: kernels that do nothing would give nonsense.
+    "data": ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+    "indexed": ("index", "index_put", "index_put_", "_index_put_impl_"),
+    "random": (
+        "bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randint", "uniform_", "normal_", "rand_like",
+        "randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like",
+    ),
+    "attention": attention.OPERATORS,
+}  # fmt: skip
 
 _bases: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -95,7 +93,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def wait(device: int | None = None) -> None:
     """Wait as a kernel on the device's current stream would; emulated kernels call it before they compute."""
     device = torch.cuda.current_device() if device is None else device
-    runtime.reach(torch._C._cuda_getCurrentRawStream(device), device)
+    runtime.LIBRARY.stand_in_reach(torch._C._cuda_getCurrentRawStream(device), device)
 
 
 class Compute(TorchDispatchMode):
@@ -146,10 +144,9 @@ class Compute(TorchDispatchMode):
 
 def _device_of(args: Any, kwargs: Any) -> int | None:
     """Index of the device that the operator runs on."""
-    for value in (*args, *kwargs.values()):
-        for each in _leaves(value):
-            if isinstance(each, Tensor) and each.device.type == "cuda":
-                return each.device.index
+    for each in _leaves((*args, *kwargs.values())):
+        if isinstance(each, Tensor) and each.device.type == "cuda":
+            return each.device.index
     wanted = kwargs.get("device")
     if wanted is None or torch.device(wanted).type != "cuda":
         return None
@@ -216,7 +213,6 @@ def _computed(func: Any, facts: _Facts, args: Any, kwargs: Any, seed: int | None
     except (RuntimeError, NotImplementedError) as error:
         if facts.in_place:
             raise RuntimeError(f"the stand-in cannot compute {func}: {error}") from error
-        fallbacks[str(func)] += 1
         return func(*_map(_wide, args), **{key: _map(_wide, value) for key, value in kwargs.items()})
 
 
@@ -284,15 +280,10 @@ def _query(event: Any) -> bool:
     return completed
 
 
-_installed: list[Compute] = []
-
-
-def install() -> Compute:
+@cache
+def install() -> None:
     """Compute from now on, in this thread and in autograd's threads."""
     if runtime.LIBRARY is None:
         raise RuntimeError('the stand-in is not preloaded: eval "$(python -m tests.device_stand_in.build)"')
-    if not _installed:
-        torch.cuda.init()
-        _installed.append(Compute())
-        _installed[0].__enter__()
-    return _installed[0]
+    torch.cuda.init()
+    Compute().__enter__()

@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -33,18 +34,9 @@ def module() -> Any:
     return cuda_emulation.module(folder)
 
 
-class _InOrder:
-    """The module, whose kernels begin when their stream has come to them."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return _waiting(found) if name in _KERNELS else found
-
-
 def _waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, begun when its stream has come to it."""
+
     def launched(*arguments: Any) -> Any:
         compute.wait()
         return kernel(*arguments)
@@ -54,7 +46,9 @@ def _waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Have CudaOp find the emulated kernels."""
-    OpBuilder._loaded_ops[CudaLambBuilder.NAME] = _InOrder(module())
+    found = module()
+    waiting = {name: _waiting(getattr(found, name)) for name in _KERNELS}
+    OpBuilder._loaded_ops[CudaLambBuilder.NAME] = SimpleNamespace(**{**vars(found), **waiting})
 
 
 if __name__ == "__main__":

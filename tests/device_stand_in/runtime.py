@@ -1,12 +1,11 @@
-"""The preloaded runtime, seen from Python: when kernels begin, races."""
+"""The preloaded runtime, seen from Python: its functions, races."""
 
 import ctypes
 from collections import Counter
 from typing import Any
 
 _EACH_RACE = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_long)
-HOST = -1
-"""Stream of accesses by the host, for `access`."""
+HOST = -1  # stream of accesses by the host
 
 
 def _library() -> Any:
@@ -14,20 +13,13 @@ def _library() -> Any:
     if not hasattr(library, "stand_in_reach"):
         return None
     library.stand_in_reach.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    access = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
-    library.stand_in_access.argtypes = access
+    library.stand_in_access.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p]
     for function in (library.stand_in_allocated, library.stand_in_freed, library.stand_in_saw):
         function.argtypes = [ctypes.c_void_p]
     return library
 
 
-LIBRARY = _library()
-"""The preloaded library, None where there is none."""
-
-
-def reach(stream: int, device: int) -> None:
-    """Return when a kernel that is issued now would begin; no wait of the program's."""
-    LIBRARY.stand_in_reach(stream, device)
+LIBRARY = _library()  # None where none is preloaded
 
 
 def races() -> Counter[str]:

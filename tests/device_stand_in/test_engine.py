@@ -91,18 +91,16 @@ def cases_of(ranks: int) -> list[tuple[int, int, str]]:
     return [(n, 1 + (ranks + number) % 2, order) for n, (number, order) in cases if n == ranks or number % 2]
 
 
-RANKS = (2, 3, 4)
 alone = launched(all_losses, 1, [(1, 1, "1f1b"), (1, 2, "1f1b")], timeout=240.0)
-two = launched(all_losses, 2, cases_of(2), timeout=240.0, env=ONE_QUEUE)
-three = launched(all_losses, 3, cases_of(3), timeout=240.0, env=ONE_QUEUE)
-four = launched(all_losses, 4, cases_of(4), timeout=240.0, env=ONE_QUEUE)
+two, three, four = (launched(all_losses, ranks, cases_of(ranks), timeout=240.0, env=ONE_QUEUE) for ranks in (2, 3, 4))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_one_hardware_queue_ends_with_the_losses_of_one_process(ranks: int, request: pytest.FixtureRequest) -> None:
-    wanted = dict(zip((1, 2), request.getfixturevalue("alone")[0], strict=True))
-    found = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[ranks])
-    for rank in found:
+@pytest.mark.parametrize(("ranks", "found"), [(2, "two"), (3, "three"), (4, "four")])
+def test_one_hardware_queue_ends_with_the_losses_of_one_process(
+    ranks: int, found: str, alone: Any, request: pytest.FixtureRequest
+) -> None:
+    wanted = dict(zip((1, 2), alone[0], strict=True))
+    for rank in request.getfixturevalue(found):
         for (_, tensors, _), got in zip(cases_of(ranks), rank, strict=True):
             assert got == pytest.approx(wanted[tensors], rel=1e-5)
     assert len({tuple(each) for each in wanted.values()}) == 2 and len(set(wanted[1])) == STEPS

@@ -13,9 +13,6 @@ import torch
 from tests.device_stand_in import build as build_module
 from tests.device_stand_in.build import CannotBuild, build, cuda_headers
 
-needs_cuda_build = pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's CUDA build: make test-device")
-_LIMIT_S = 120
-
 
 def _headers() -> None:
     try:
@@ -31,7 +28,7 @@ def races(queues: str) -> dict[str, list[str]]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.device_stand_in.cases"]
     delays = {} if queues == "1" else {"STAND_IN_DELAY_US": "3000"}
     environment = {**os.environ, **build(), **delays, "STAND_IN_RACES": "1", "CUDA_DEVICE_MAX_CONNECTIONS": queues}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_LIMIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -43,7 +40,7 @@ def test_the_sources_compile_without_a_warning(tmp_path):
     assert os.path.getsize(build(tmp_path)["LD_PRELOAD"]) and (tmp_path / "libcuda.so.1").is_file()
 
 
-@needs_cuda_build
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs PyTorch's CUDA build: make test-device")
 @pytest.mark.parametrize("queues", ["8", "1"])
 @pytest.mark.parametrize(("left_out", "race"), [
     ("wait_stream", r"aten.mul.Tensor on stream \d+ reads without waiting for aten.ones.default on .*, which writes"),
