@@ -42,7 +42,6 @@ def written(path: Path, content: Any) -> Path:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one line that a command ends with."""
     status, _, err = run(capsys, *arguments)
     assert status == 1 and err.count("\n") == 1 and err.startswith(f"ds_terapipe {arguments[0]}: error: "), err
     return err

@@ -72,8 +72,6 @@ def config_of(settings: Settings, run: Run, steps: int) -> dict[str, Any]:
 
 
 class Training:
-    """A model, an engine and its data."""
-
     def __init__(self, settings: Settings, run: Run) -> None:
         self.settings, self.run, self.data = settings, run, read(settings)
         self.steps = len(self.data["train"]) // settings.batch

@@ -49,7 +49,6 @@ class Kill(NamedTuple):
 
 
 def random_kills(dice: random.Random, count: int) -> list[Kill]:
-    """So many kills, half of them aimed into a save."""
     kills = []
     for _ in range(count):
         victim, share = dice.randrange(PROCESSES), dice.random()

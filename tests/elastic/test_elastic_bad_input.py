@@ -35,7 +35,6 @@ ALWAYS = "data_sampling.curriculum_learning.enabled: got true, must be false bes
 
 
 def block(elastic: dict[str, Any], **keys: Any) -> dict[str, Any]:
-    """The configuration."""
     return {"config": {**keys, "elastic_pipeline": elastic}}
 
 

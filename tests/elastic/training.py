@@ -21,8 +21,6 @@ Steps = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A training of two sequences a micro-batch."""
-
     model: str  # of `MODELS`
     optimizer: str  # of `OPTIMIZERS`; "instance" is given to DeepSpeed as an object
     stages: int  # at the start; the other processes are replicas

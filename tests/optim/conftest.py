@@ -7,5 +7,4 @@ pytest.register_assert_rewrite("tests.optim.op_tests", "tests.optim.tables")
 
 @pytest.fixture(params=["auto", "plain"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """The compiled op, and PyTorch."""
     return request.param

@@ -56,7 +56,6 @@ def reference(
 
 
 def keys_of(phases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The keys of ds_config.json."""
     return {"scheduler": {"type": "MixedBatch", "params": {"phases": phases}}}
 
 

@@ -18,8 +18,6 @@ ALIKE, APART = (1, 1, 1, 1, 1), (1, 0, 2, 3, 1)
 
 
 class Run(NamedTuple):
-    """A segment to make."""
-
     length: int
     layer: int = 0
     rule: int = 0

@@ -33,7 +33,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def full_tensors(seed: int) -> dict[str, Tensor]:
-    """The whole model's parameters, or gradients."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in SHAPES.items()}
 

@@ -62,7 +62,6 @@ def test_a_process_ends_after_a_store_that_is_late_has_answered() -> None:
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """The process of rank 1."""
     with subprocess.Popen(["sleep", "600"]) as process:
         try:
             yield process

@@ -22,7 +22,6 @@ from ds_terapipe.pipeline.transport.stream import Loader
 
 
 def step_of(slices: Any, pulled: Any, load: Any = None, labels: bool = False) -> Any:
-    """A step's batch as the engine reads it."""
     config = parse({"token_pipeline": {"slices": slices}})
     return read_step(pulled, config, load or Loader(torch.device("cpu")), inputs=True, labels=labels, cut_labels=labels)
 

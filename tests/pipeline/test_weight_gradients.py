@@ -11,12 +11,15 @@ from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.operators import compiled
 from ds_terapipe.pipeline.operators.context import SliceContext
 from ds_terapipe.pipeline.operators.deferred import deferred_linear
+from ds_terapipe.pipeline.operators.gradient_sums import GradientSums
 from ds_terapipe.pipeline.operators.interception import Interception
 from ds_terapipe.pipeline.operators.weight_gradients import WeightGradients
 from ds_terapipe.pipeline.slicing import spans
+from ds_terapipe.pipeline.stage import Stage
 from ds_terapipe.schedule import Unit
 
 pytestmark = pytest.mark.usefixtures("operators")
@@ -276,3 +279,19 @@ def test_what_autograd_would_refuse_or_no_backward_would_make_is_an_error():
             gradient.square().sum().backward()
     with pytest.raises(RuntimeError, match=r'^token_pipeline.weight_gradients: got "micro_batch" and .* use "slice"$'):
         one_slice(net_of(lambda net, x: torch.autograd.grad(net.inner(x).sum(), x)[0], inner=net), WeightGradients(), x)
+
+
+def test_the_end_of_another_stage_on_the_place_rounds_no_sum_of_16_bits():
+    stage = Stage(0, [nn.Linear(1, 1), nn.Linear(1, 1, dtype=torch.bfloat16)], 0, gradients=None)
+    stage.begin(StepBatch(), None, weights_apart=False)
+    (mine, other), slices = stage._summed, [1.0, 2.0**-9, 2.0**-9, 2.0**-9]  # each of the last three is lost beside 1
+    for others_end in (0, 1, 3):
+        sums = GradientSums()
+        for number, gradient in enumerate(slices):
+            mine.grad, other.grad = torch.full_like(mine, gradient), torch.ones_like(other)
+            sums.put_aside([mine])
+            if number < others_end:
+                sums.give_back([other])
+                assert mine.grad is None and other.grad is not None
+        sums.give_back([mine])
+        assert mine.grad is not None and mine.grad.item() == torch.tensor(sum(slices)).bfloat16().item() > 1

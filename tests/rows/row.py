@@ -39,8 +39,6 @@ class Layout(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A training."""
-
     # "gpt", "tied" (its head has the embedding's table), "writing" (layers write into their inputs); with megatron-core's layers
     # "megatron" (biases, learned positions, tied) and "modern" (grouped queries, RMS norm, SwiGLU, rotary positions)
     model: str = "gpt"

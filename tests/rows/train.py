@@ -46,8 +46,6 @@ class Trained(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A training on several ranks."""
-
     trained: Trained  # of rank 0
     again: Trained | None  # losses and weights of a run that went on from the checkpoint
     wrong: list[str]  # facts of this rank that are not those of the row

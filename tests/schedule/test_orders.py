@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from ds_terapipe.config import parse
-from ds_terapipe.schedule import Action, Op, Placement, Schedule, ScheduleError, Unit, hardware_queue, simulate, validate
+from ds_terapipe.schedule import (
+    NAMES,
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Unit,
+    hardware_queue,
+    replay,
+    simulate,
+    validate,
+)
 from ds_terapipe.schedule.fill import fill
 from ds_terapipe.schedule.hardware_queue import queue_deadlock
 from ds_terapipe.schedule.lower import covered_slices, with_messages, with_weight_gradients
@@ -171,3 +183,24 @@ def test_a_schedule_of_ones_own_is_known_by_its_name(monkeypatch):
         validate(grid_of("0F0.0 0F1.0 0B0.0 0B1.0"), [1, 1], "one-by-one")
     with pytest.raises(ValueError, match="'one-by-one' a second time"):
         register(made)
+
+
+@pytest.mark.parametrize("slices", [[4], [4, 4], [1] * 4, [4] * 4])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_two_receives_ahead_lock_up(name, stages, slices):
+    grid = with_weight_gradients(with_messages(order(name, stages, slices)))
+    assert not queue_deadlock(grid)
+    assert queue_deadlock(grid, posted_ahead=2)
+
+
+def test_an_order_that_only_more_queues_let_through_is_refused_before_the_first_step():
+    units = [f"{m}.0" for m in range(8)]
+    grid = grid_of(
+        " ".join([f"0F{u} 0SEND_F{u}" for u in units] + [f"0RECV_B{u} 0B{u}" for u in units]),
+        " ".join(f"1RECV_F{u} 1F{u} 1B{u} 1SEND_B{u}" for u in units),
+    )
+    assert not replay(grid, lambda action: 1).stuck
+    with pytest.raises(ScheduleError, match=r"stages 0, 1 wait for ever with CUDA_DEVICE_MAX_CONNECTIONS=1") as raised:
+        validate(grid, [1] * 8)
+    assert str(raised.value).count("holds what was issued after it") == 2

@@ -30,5 +30,4 @@ def known() -> tuple[Known, ...]:
 
 
 def by_name(name: str) -> Known:
-    """The defect of this name."""
     return next(each for each in known() if each.name == name)

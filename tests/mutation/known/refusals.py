@@ -1,9 +1,10 @@
-"""Refusals that refuse nothing: what must end a run with one line of error trains on."""
+"""Refusals that refuse nothing: what must end a run with one line of error trains on, or is read though it is damaged."""
 
 from . import Known
 
 _REFUSED = "tests/test_refusals.py -k "
 _BAD = "tests/pipeline/test_bad_input.py -k "
+_DAMAGE = "tests/pipeline/test_damage.py"
 
 KNOWN = (
     Known("no key is refused", "rules", "        if value is not _ABSENT and rule.refused(value) and rule.when(config):\n",
@@ -33,4 +34,19 @@ KNOWN = (
           "        if lows[2:3] != highs[2:3]:\n", _BAD + "models_and_settings"),
     Known("labels are not compared with inputs", "pipeline.transport.consensus",
           "    if any(labels) and [*labels] != [*inputs]:\n", "    if False:\n", _BAD + "lets_the_error_pass"),
+    Known("files are read that are not as they were saved", "manifest", "        if found == saved:\n",
+          "        if True:\n", f"{_DAMAGE} -k 'each_damage and stages'"),
+    Known("the archive's own checksums are believed when it is read", "manifest", "trusted = just_saved and",
+          "trusted =", f"{_DAMAGE} -k byte_of_an_archive"),
+    Known("checksums that torch.save was told to leave out are believed", "manifest",
+          "just_saved and torch.serialization.get_crc32_options()", "just_saved", f"{_DAMAGE} -k just_saved"),
+    Known("layers are read whatever weights are in the files", "pipeline.saved_files",
+          "_check_layer(self._folder / name, layers[entry], wants.strict)", "pass", f"{_DAMAGE} -k without_a_manifest"),
+    Known("what DeepSpeed saved over a checkpoint is called damaged", "manifest",
+          "return not any(isinstance(block, Mapping) and", "return False and not any(isinstance(block, Mapping) and",
+          f"{_DAMAGE} -k saved_over_it"),
+    Known("a state of another placement keeps the old step counts", "elastic.moves.masters", "            old.clear()\n", "",
+          "tests/pipeline/test_placing.py -k same_bits"),
+    Known("places save states of their own", "elastic.saved.named", "not ModelChunks(engine.module).is_placed:", "True:",
+          "tests/pipeline/test_placing.py -k same_bits"),
 )  # fmt: skip

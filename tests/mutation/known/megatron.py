@@ -1,8 +1,9 @@
-"""Ways in which a BERT or a ViT can be another model than it says, or can learn something else."""
+"""Ways in which a BERT or a ViT can be another model than it says, and defects of ``ds_terapipe prepare-data``."""
 
 from . import Known
 
 _BERT, _VIT = (f"tests/megatron/test_encoders.py -k 'trains_as and {kind}'" for kind in ("BERT", "ViT"))
+KILLED = "tests/megatron/test_data.py -k run_that_is_killed"
 
 KNOWN = tuple(
     Known(name, f"megatron.{module}", was, becomes, test)
@@ -24,4 +25,11 @@ KNOWN = tuple(
         ("all patches are at one place", "vit_layers", "self.position_embeddings(positions)[:, None]",
          "self.position_embeddings.weight.mean(dim=0)", _VIT),
     )
+) + (
+    Known("documents of workers are in another order", "commands.preparing.workers", "waiting.append(", "waiting.appendleft(",
+          KILLED),
+    Known("workers outlive a process that is killed", "commands.preparing.workers",
+          "    threading.Thread(target=_end_with_parent, daemon=True).start()\n", "", KILLED),
+    Known("an old index is beside new tokens", "commands.preparing.dataset", "            os.remove(names[1])\n",
+          "            pass\n", KILLED),
 )  # fmt: skip
