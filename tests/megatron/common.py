@@ -102,3 +102,12 @@ def _join(parts: list[torch.Tensor], dimension: int, stride: int) -> torch.Tenso
 def relative(a: np.ndarray, b: np.ndarray) -> float:
     """||a - b|| / ||b||."""
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
+
+
+def exact_loss(engine: Any, mean: float) -> float:
+    """DeepSpeed rounds a loss to fp32 on its way to the other stages."""
+    mine = float(engine.total_loss) / engine.micro_batches if engine.is_last_stage() else None
+    losses = [loss for loss in of_all_ranks(mine) if loss is not None]
+    exact = sum(losses) / len(losses)
+    assert abs(exact - mean) <= 1e-6 * abs(exact)
+    return exact

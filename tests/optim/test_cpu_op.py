@@ -92,4 +92,4 @@ def test_no_access_outside_and_nothing_undefined(tmp_path: Path) -> None:
     # Its copies of stack frames are not aligned for AVX-512.
     options = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "OMP_NUM_THREADS": "3"}
     done = run_under("libasan.so", f"{__name__}.watched_steps", TORCH_EXTENSIONS_DIR=str(tmp_path), **options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[:5000]
