@@ -25,7 +25,7 @@ CASES: list[tuple[str, str, tuple[int, ...]]] = [
     ("llama", "front", ONES), ("llama", "behind", UNEVEN), ("llama, tied, dynamic", "plain", UNEVEN), ("qwen2", "behind", ONES),
     ("mistral", "counted", UNEVEN), ("qwen3", "packed", UNEVEN), ("gemma2", "packed", ONES), ("gemma2", "front", UNEVEN),
     ("gemma3", "shifted", UNEVEN), ("phi3", "front", UNEVEN), ("olmo2", "counted", ONES), ("gpt2", "shifted", UNEVEN),
-    ("gpt2", "behind", ONES), ("gpt_neox", "packed", UNEVEN),
+    ("gpt2", "behind", ONES), ("gpt_neox", "packed", UNEVEN), ("mistral", "plain", (24,)), ("gemma2", "plain", (24,)),
 ]  # fmt: skip
 
 
