@@ -74,7 +74,7 @@ def means_over_a_step() -> tuple[float, float, float]:
 
 
 def padded() -> list[str]:
-    """What the host reads in a step of padded batches whose layers are recomputed."""
+    """Host reads in a step of padded batches whose layers are recomputed."""
     pipeline = hf.pipeline(model_of("llama"), num_stages=2, activation_checkpointing=True)
     engine = build_engine([], None, made=pipeline, token_pipeline={"slices": 4}, config=RECOMPUTED)
     step = [hf.batch(features) for features in batches_of("front", "front")[0]]

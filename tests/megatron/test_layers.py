@@ -151,7 +151,7 @@ def test_ranks_drop_out_alike_but_for_the_heads_that_each_has_of_its_own(ranks: 
 
 
 def mixing(rank: int, size: int) -> list[tuple[str, str]]:
-    """What is said on each rank of a GPT whose second rank alone has a layer, or a loss, that mixes tokens."""
+    """Errors on each rank of a GPT in which only the second rank has a layer, or a loss, that mixes tokens."""
     kept, said = {}, []
 
     class KeptLoss(TokenLoss):

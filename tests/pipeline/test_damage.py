@@ -119,7 +119,7 @@ def said(engine: Any, folder: Path) -> str:
 
 
 def refusals(engine: Any, good: Path, damages: dict[Any, Change]) -> dict[Any, tuple[str, bool]]:
-    """What is said of copies of a checkpoint that are damaged, one at a time, and whether all was as before."""
+    """Errors of loading copies of a checkpoint, each with one damage, and whether the engine's state stayed as it was."""
     before, bad, found = state_of(engine), good.parents[1] / "bad" / good.name, {}
     for name, damage in damages.items():
         if torch.distributed.get_rank() == 0:

@@ -21,7 +21,7 @@ from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.batch import StepBatch
 from ds_terapipe.pipeline.inspection.differences import TOLERANCE
 from ds_terapipe.pipeline.inspection.sequence_dims import LEAST_TOKENS, SequenceProbe, check_outputs, probe_spans
-from ds_terapipe.pipeline.inspection.verify import draws_kept, undisturbed, verify_stage
+from ds_terapipe.pipeline.inspection.verify import Gather, draws_kept, undisturbed, verify_stage
 from ds_terapipe.pipeline.loss import MicroBatchLoss
 from ds_terapipe.pipeline.operators.context import refuse_model
 from ds_terapipe.pipeline.runtime import PipelineRuntime
@@ -126,11 +126,11 @@ class Inspection:
     def _verify(self, batch: StepBatch, spans: Sequence[Span], stage: Stage, inputs: Any, _: Span) -> Any:
         assert stage.dims is not None
         adapted = [] if self.runtime.interception is None else self.runtime.interception.adapted
-        everyones = partial(self._everyones, stage.root)
+        gather = partial(self._gather, stage.root)
         try:
             outputs, stage.written = verify_stage(
                 stage.root, stage.layers, stage.context, stage.layers.received(inputs), stage.dims, spans, adapted,
-                trains=self.trains and stage.trains, everyones=everyones,
+                trains=self.trains and stage.trains, gather=gather,
                 keeper=stage.weight_gradients if self.defers else None,
             )  # fmt: skip
         except torch.OutOfMemoryError as problem:
@@ -141,8 +141,8 @@ class Inspection:
         if self.loss_fn is not None and self._is_last(stage):
             try_loss = partial(self._try_loss, batch, outputs, stage.dims.outputs, spans)
             error = error_of(partial(self._check_loss, try_loss))
-            if not any(everyones(error is not None)):
-                _check_alone(stage, inputs, spans[-1].stop, try_loss, everyones)
+            if not any(gather(error is not None)):
+                _check_alone(stage, inputs, spans[-1].stop, try_loss, gather)
             elif error is not None:  # otherwise another rank's, which is raised on this one too
                 raise error
         return outputs
@@ -247,7 +247,7 @@ class Inspection:
             BoundarySpec.of(outputs).encode()  # check that it can be sent
         return outputs
 
-    def _everyones(self, root: Any, value: Any) -> list[Any]:
+    def _gather(self, root: Any, value: Any) -> list[Any]:
         """Return a value of all ranks that share the layers of a stage; collective over these."""
         grid = root.mpu() if hasattr(root, "mpu") else None
         if grid is None or grid.get_slice_parallel_world_size() == 1:
@@ -270,9 +270,7 @@ def _check_sums(whole: float, sums: float, dtype: torch.dtype) -> None:
         )
 
 
-def _check_alone(
-    stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], Any], everyones: Callable[[Any], list[Any]]
-) -> None:
+def _check_alone(stage: Stage, inputs: Any, tokens: int, try_loss: Callable[[], Any], gather: Gather) -> None:
     """Refuse a loss that reads what layers keep beside their outputs: behind slices that is the last one's.
 
     A loss with a state of its own is another one in every call, behind the whole sequence too, and passes.
@@ -287,7 +285,10 @@ def _check_alone(
 
     sliced, whole = found(False), found(True)
     same = _are_equal(sliced, whole)
-    if not all(everyones(same)) and all(everyones(_are_equal(whole, found(True)))) and not same:
+    if all(gather(same)):
+        return
+    repeats = all(gather(_are_equal(whole, found(True))))
+    if repeats and not same:
         raise ConfigError(
             f"loss_fn: got {_means(sliced)} once layers had run in slices and {_means(whole)} once they had run whole, for the "
             'same outputs and labels, must follow from these alone, use tensors that the layers hand on to it, or "slices": 1'

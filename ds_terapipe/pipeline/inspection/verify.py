@@ -43,7 +43,7 @@ from ds_terapipe.pipeline.slicing import Span, TensorCut, as_tuple, copy_of, lik
 from ds_terapipe.pipeline.token_shares import whole_gradients
 from ds_terapipe.schedule import Unit
 
-Everyones = Callable[[Any], list[Any]]
+Gather = Callable[[Any], list[Any]]
 # above it a difference that positions explain is no rounding, also in 16 bits
 _CLOSE = 4e-3
 _CURED = 0.25  # part of such a difference that is left once positions are right
@@ -235,7 +235,7 @@ def verify_stage(
     skip: Sequence[nn.Module] = (),
     *,
     trains: bool = False,
-    everyones: Everyones = lambda value: [value],
+    gather: Gather = lambda value: [value],
     keeper: WeightGradients | None = None,
 ) -> tuple[Any, list[str]]:
     """Run the layers of a stage whole and sliced and compare them.
@@ -249,7 +249,7 @@ def verify_stage(
         spans: the slices.
         skip: modules that run differently in a slice (adapted attention); only their inputs and outputs are compared.
         trains: whether the gradients of the layers' inputs and parameters are compared, too.
-        everyones: returns a value of all ranks that share the layers. One that failed alone would leave the others in a
+        gather: returns a value of all ranks that share the layers. One that failed alone would leave the others in a
             collective, so all have the same differences.
         keeper: makes those of weights, if they are made once per micro-batch.
 
@@ -267,7 +267,7 @@ def verify_stage(
         ):
             number = layers.first + index
             run = partial(_run, layer, number, context, recorder, cuts, after)
-            one = _OneLayer(layers.text(number), run, recorder, everyones)
+            one = _OneLayer(layers.text(number), run, recorder, gather)
             inside = [module for owner in modules_of(layer) for module in owner.modules()]
             with _restored(inside):  # in training slices do not find a table that the whole sequence has extended
                 outputs, state = one.run_whole(inputs, spans[0].total), _statistics(layer, number)
@@ -312,8 +312,8 @@ def _is_other(whole: Any, part: Any) -> bool:
 class _OneLayer:
     """A layer that runs whole first, and then slice by slice."""
 
-    def __init__(self, text: str, run: Callable[[Any, Span], Any], recorder: _Recorder, everyones: Everyones) -> None:
-        self._text, self._run, self._recorder, self._everyones = text, run, recorder, everyones
+    def __init__(self, text: str, run: Callable[[Any, Span], Any], recorder: _Recorder, gather: Gather) -> None:
+        self._text, self._run, self._recorder, self._gather = text, run, recorder, gather
         self._expected: list[Record] = []
 
     def run_whole(self, inputs: Any, total: int) -> Any:
@@ -354,7 +354,7 @@ class _OneLayer:
         """Run the layer on a slice. Raises ConfigError if it differs from the whole, with advice if available."""
 
         def compared(expected: list[Record], got: list[Record]) -> list[Difference]:
-            return largest(self._everyones(differences(self._text, expected, got, span, batch)))
+            return largest(self._gather(differences(self._text, expected, got, span, batch)))
 
         again = copy_of(inputs)
         self._run(inputs, span)
@@ -380,7 +380,7 @@ class _OneLayer:
 
     def compare_gradients(self, gradients: LayerGradients, inputs: Any, spans: Sequence[Span]) -> None:
         """Run the layer forward and backward, whole and sliced. Raises ConfigError if the gradients that it makes differ."""
-        what, error = max(self._everyones(gradients.difference(inputs, spans, difference)), key=itemgetter(1))
+        what, error = max(self._gather(gradients.difference(inputs, spans, difference)), key=itemgetter(1))
         self._recorder.take()
         output = self._expected[-1]
         tolerance = max(output.tolerance, *(TOLERANCE.get(tensor.dtype, 0.0) for tensor in output.tensors))

@@ -28,7 +28,7 @@ KNOWN = (
           "        again = copy_of(inputs)\n        self._run(inputs, span)\n",
           "        return\n        again = copy_of(inputs)\n        self._run(inputs, span)\n", "tests/pipeline/test_verify.py"),
     Known("a difference that one tensor-parallel rank finds is its own", "pipeline.inspection.verify",
-          "largest(self._everyones(differences(self._text, expected, got, span, batch)))",
+          "largest(self._gather(differences(self._text, expected, got, span, batch)))",
           "differences(self._text, expected, got, span, batch)", "tests/megatron/test_layers.py -k on_all"),
     Known("settings are not compared between ranks", "pipeline.transport.consensus", "        if lows[1:3] != highs[1:3]:\n",
           "        if lows[2:3] != highs[2:3]:\n", _BAD + "models_and_settings"),
