@@ -35,7 +35,7 @@ def elastic_engine(workload: Workload, slices: int, freeze: Pairs, resize: Pairs
 
 
 def frozen_ours(workload: Workload, slices: int, frozen: int, resize: Pairs | str, cached: bool) -> Step:
-    """So many layer modules frozen from the first step on; with the cache a step in which one is computed is an error."""
+    """Steps of our engine with ``frozen`` layer modules; with the cache, computing one of them is an error."""
     engine = elastic_engine(workload, slices, [(0, frozen)], resize, cached)
     step = steps_of(engine, workload)
 

@@ -51,7 +51,7 @@ def collate(rows: Sequence[Sequence[Tensor]]) -> tuple[Any, Tensor]:
 
 
 def evenly(samples: TensorDataset, count: int) -> TensorDataset:
-    """So many of them from all of it, since files are often in the order of the classes."""
+    """``count`` samples, evenly spaced, since files are often in the order of the classes."""
     return TensorDataset(*samples[torch.arange(count) * len(samples) // count])
 
 

@@ -97,7 +97,7 @@ def probe(settings: Settings) -> Probe:
 
 
 def slowdown_of(*probes: Probe) -> float:
-    """How many times longer two at once take than one alone, at worst."""
+    """Ratio of the time of two at once to that of one alone, at worst."""
     return max(together for _, together in probes) / min(alone for alone, _ in probes)
 
 
@@ -135,7 +135,7 @@ class Result(NamedTuple):
 
     @property
     def state(self) -> str:
-        """How many rounds were clean, and whether these are enough."""
+        """Number of clean rounds, and whether these are enough."""
         clean = sum(one.clean for one in self.rounds)
         slowdown = statistics.median(one.slowdown for one in self.counted)
         few = "" if clean >= CLEAN_ROUNDS else f"INCONCLUSIVE, fewer than {CLEAN_ROUNDS} clean: "

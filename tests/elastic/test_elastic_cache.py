@@ -41,7 +41,7 @@ OVER = threading.Event()  # of this process: its step
 
 
 class DroppingBlock(FrozenBlock):
-    """That its user has frozen, and in which training would drop half; counts samples."""
+    """A block that its user has frozen, with dropout of one half in training; counts samples."""
 
     rows = 0
 

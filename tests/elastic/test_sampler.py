@@ -54,7 +54,7 @@ def make(samples: int, shape: Shape, consumed: int = 0, **more: Any) -> list[Ela
 
 @given(st.integers(1, 40), st.booleans(), st.integers(0, 9), RUNS)
 def test_every_step_has_its_positions_through_any_sequence_of_shapes(samples, shuffle, seed, runs):
-    """So every sample comes exactly once per epoch. A shape is that of a live loader, or of new samplers: a resumed run."""
+    """Every sample comes exactly once per epoch. A shape is that of a live loader, or of new samplers: a resumed run."""
     order, consumed, seen = SampleOrder(samples, shuffle, seed), 0, Counter[int]()
     state, live = torch.get_rng_state(), ElasticLoader(range(samples), make(samples, (12, 1), shuffle=shuffle, seed=seed)[0])
     same = iter(live)

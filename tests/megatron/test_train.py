@@ -54,7 +54,7 @@ WIDE = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
 
 
 def elastic(entries: int, *resize: list[int]) -> dict[str, Any]:
-    """So many entries freeze at the second step."""
+    """Keys that freeze ``entries`` entries at the second step."""
     freeze = {"policy": "schedule", "frozen_layers": [[2, entries]]}
     return {"elastic_pipeline": {"freeze": freeze, "resize": {"policy": list(resize) or "off"}}}
 

@@ -101,7 +101,7 @@ class Oracle:
 
 
 def step_error(before: Tensor, after: Tensor, expected: Tensor) -> float:
-    """How wrong a step is, relative to the layer's largest step, beyond the rounding of the stored parameter, or copy of it."""
+    """Error of a step, relative to the layer's largest step, beyond the rounding of the stored parameter, or copy of it."""
     relative, subnormal = ROUNDING[after.dtype]
     before, after, expected = before.double(), after.double(), expected.double()
     if not before.numel():

@@ -88,7 +88,7 @@ class Rank:
 
 
 def trained(rank: int, how: str, arguments: dict[str, Any]) -> tuple[float, dict[str, float], dict[str, float], Any]:
-    """How far the parameters are from those of one process; ratios there and here; whether a bad gradient changes nothing."""
+    """Distance of the parameters from those of one process; ratios there and here; whether a bad gradient changes nothing."""
     alone, mine = Rank("alone", 0, **arguments).trained(), Rank(how, rank, **arguments).trained()
     wanted = mine.cut({name: parameter.detach() for name, parameter in alone.parameters.items()})
     error = max(float((a - b).abs().max()) for a, b in zip(mine.held(), wanted, strict=True))
@@ -125,7 +125,7 @@ def refused(rank: int) -> list[str]:
 
 
 def nothing_left(rank: int) -> list[float]:
-    """How far two steps move parameters, all of which are frozen on the first rank: it has no op of a device."""
+    """Distance that two steps move parameters, all of which are frozen on the first rank: it has no op of a device."""
     mine = Rank("alone", rank, backend="cuda")
     mine.optimizer.set_groups(norm_group=dist.group.WORLD)
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Where batches come from, what shapes they have, evaluation between steps, and what a run says of them: as DeepSpeed does it."""
+"""Sources and shapes of batches, evaluation between steps, and the lines that a run prints of them: as in DeepSpeed."""
 
 import csv
 import io

@@ -87,7 +87,7 @@ def test_no_action_reads_numbers(ranks: list[dict[str, Any]], name: str) -> None
 
 
 def test_each_way_of_reading_is_found() -> None:
-    """So the test before can fail."""
+    """The test before can fail."""
     x = torch.rand(4)
     stage = SimpleNamespace(make_weight_gradients=lambda *unit: (x.sum().item(), x.tolist(), x[x > 0], x.unique(), x.cpu()))
     with host_reads() as found:

@@ -1,4 +1,4 @@
-"""How long slices are, and which dimensions of which tensors are cut."""
+"""Lengths of slices, and the dimensions of tensors that are cut."""
 
 import re
 from collections.abc import Callable
