@@ -98,7 +98,7 @@ class Training:
         torch.manual_seed(1000 * run.seed + (0 if run.column in OURS else dist.get_rank()))
 
     def train(self, count: int) -> dict[str, Any]:
-        """Train ``count`` steps; seconds of all and of the fastest after a first quarter, samples from the cache, frozen entries."""
+        """Train ``count`` steps; seconds of all and of the fastest past a quarter, samples from the cache, frozen entries."""
         taken = []
         dist.barrier()
         start = last = time.perf_counter()
