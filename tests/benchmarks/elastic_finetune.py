@@ -135,10 +135,7 @@ class Training:
 
 
 def trained(settings: Settings, rounds: measure.Settings, run: Run) -> dict[str, Any]:
-    """All epochs of a training: lists with an item for each, dev after each, test at the end, and the probes' slowdowns.
-
-    Of a probe the seconds of its fastest step. Raises WrongResult where the training was not what its column is about.
-    """
+    """Train all epochs; return lists with one item an epoch, or of a probe the fastest step. Raises WrongResult, see `check`."""
     training, slowdown, epochs = Training(settings, run), [measure.slowdown_of(measure.quiet(rounds))], []
     if run.probe:
         return {"step": training.train(4 if settings.quick else 40)["fastest"]}

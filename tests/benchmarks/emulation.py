@@ -124,8 +124,7 @@ class SleepingLayer(nn.Module):
 
 
 def run_cases(cases: Sequence[Case], sequences: int, steps: int) -> list[float]:
-    """Seconds of every case's fastest step: one step without sleep (shapes are announced, groups connect), then at most
-    ``steps`` timed ones, none after `ENOUGH_S` seconds have been measured. For all ranks."""
+    """Return the seconds of each case's fastest step, of at most ``steps`` or `ENOUGH_S` seconds. Collective."""
     losses, found, places = dict[bool, float](), [], dist.get_world_size()
     for case in cases:
         times, random = times_of(case, places, sequences), torch.Generator().manual_seed(0)

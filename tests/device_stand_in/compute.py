@@ -25,12 +25,11 @@ _KINDS: dict[str, Collection[str]] = {
     "copy": ("copy_", "_to_copy", "clone"),
     # The shape of their result is in the data: kernels that do nothing would give nonsense.
     "data": ("nonzero", "masked_select", "equal", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
-    "indexed": ("index", "index_put", "index_put_", "_index_put_impl_"),
+    "indexed": ("index", "index_put", "index_put_", "_index_put_impl_"), "attention": attention.OPERATORS,
     "random": (
         "bernoulli", "bernoulli_", "native_dropout", "rand", "randn", "randint", "uniform_", "normal_", "rand_like",
         "randn_like", "random_", "exponential_", "multinomial", "randperm", "normal", "cauchy_", "randint_like",
     ),
-    "attention": attention.OPERATORS,
 }  # fmt: skip
 
 _bases: dict[tuple[int, int, torch.dtype], Tensor] = {}

@@ -32,11 +32,11 @@ ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 class TwoStreams(nn.Module):
-    """A layer that takes and gives two tensors, of other types where the second is half of the first."""
+    """A layer that takes and gives two tensors of different types."""
 
-    def __init__(self, halves: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.block, self.halves = Block(), halves
+        self.block = Block()
 
     def forward(self, given: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         hidden, beside = given if isinstance(given, tuple) else (given, given[..., :8].double())
@@ -85,8 +85,7 @@ def all_losses(rank: int, world_size: int, cases: list[tuple[int, int, str]]) ->
 
 
 def cases_of(ranks: int) -> list[tuple[int, int, str]]:
-    """Stages, tensors on a boundary, schedule: each schedule with one tensor on 3 ranks, and with two on 2 and 4, or reversed;
-    every other one on replicas."""
+    """Cases (stages, tensors on a boundary, schedule): all schedules on as many stages as ranks, every other one on replicas."""
     cases = itertools.product({2: (2,), 3: (3,), 4: (4, 2)}[ranks], enumerate(ORDERS))
     return [(n, 1 + (ranks + number) % 2, order) for n, (number, order) in cases if n == ranks or number % 2]
 

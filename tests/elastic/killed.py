@@ -147,10 +147,7 @@ class Row(NamedTuple):
 
 
 def run_killed(kills: Sequence[Kill], whole: Undisturbed, folder: Path) -> tuple[list[Row], list[str]]:
-    """Kill the run so many times, then let it end: a row for each kill, and what is wrong in the end.
-
-    Where something is wrong after a kill there is no more to find out, and no further attempt.
-    """
+    """Kill the run at each of ``kills``, then let it end; return a row for each kill, and the first errors found."""
     folder.mkdir(parents=True)
     rows: list[Row] = []
     while len(rows) < len(kills) and (not rows or rows[-1].died):

@@ -63,9 +63,7 @@ POLICIES = {
     # after T epochs 5 (1 - 0.7^T), rounded up: 2, 3, 4, 4; steps begin after 0, 0.4, 0.8, 1.2, ... epochs
     "alpha": Policy({"policy": "alpha", "alpha": 0.3}, "halve", (0, 0, 0, 2, 2, 3, 3, 3, 4, 4, 4, 4)),
     "grad_norm": Policy({"policy": "grad_norm", "alpha": 0.5, "interval": 3}, TO_ONE_AND_BACK),
-    "plateau": Policy(
-        {"policy": "plateau", "alpha": 0.5, "interval": 2, "tolerance": 0.4, "patience": 2}, TO_ONE_AND_BACK
-    ),
+    "plateau": Policy({"policy": "plateau", "alpha": 0.5, "interval": 2, "tolerance": 0.4, "patience": 2}, TO_ONE_AND_BACK),
     # pairs of the schedule up to the restart have had their time; what trains again needs two stages
     "restart": Policy(
         {"policy": "schedule", "frozen_layers": [[1, 2], [3, 4], [9, 2], [11, 4]], "unfreeze": ["lr_restart"]}, "halve",

@@ -134,10 +134,7 @@ def run(specs: list[Any], **options: Any) -> dict[str, Any]:
 
 
 def refused_midway(rank: int, folder: str) -> dict[str, Any]:
-    """On the second stage something is set that its spec does not build, at the step of the reshape; then it is taken away.
-
-    Meanwhile, what the log and the monitor are told, and the steps before which a trace has changes.
-    """
+    """Reshape with a module on the second stage that its spec does not build, then without; return all that is told."""
     lines: list[str] = []
     traced = {"slices": 1, "trace_path": f"{folder}/trace.json", "trace_steps": [1, 5]}
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "told"}}

@@ -129,8 +129,7 @@ SGD, LAMB = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}, {"lr": 1e-2, "w
 OPTIMIZERS: dict[str, tuple[Any, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]] = {
     # what DeepSpeed is given, what one process has
     "adamw": (lambda parameters: grouped_adamw(list(parameters)), grouped_adamw),
-    "instance": (grouped_adamw, grouped_adamw),
-    "fused adam": (FusedAdamOnCPU, grouped_adamw),
+    "instance": (grouped_adamw, grouped_adamw), "fused adam": (FusedAdamOnCPU, grouped_adamw),
     "muon": (lambda parameters: MuonWithAuxAdam(  # without matrices
         [{**each, "use_muon": False} for each in grouped_adamw(list(parameters)).param_groups],
         lambda groups: FusedAdamOnCPU(p for group in groups for p in group["params"])), grouped_adamw),

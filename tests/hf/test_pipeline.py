@@ -58,8 +58,7 @@ def without_the_key() -> dict[str, float]:
 
 
 def means_over_a_step() -> tuple[float, float, float]:
-    """The largest difference where the loss is one mean over the step, as in Trainer; of losses and gradient norms alone; how
-    far that is from the mean of means."""
+    """Differences from one mean over the step, as in Trainer: the largest, that of losses and norms, that of a mean of means."""
     model, batches, found = model_of("llama"), batches_of("plain", "front", "counted", "behind"), []
     for step in batches:
         step[1]["labels"][:, 4:] = -100

@@ -20,9 +20,10 @@ from ds_terapipe.errors import ConfigError
 from ds_terapipe.megatron import TokenLoss, destroy_parallel, gpt_pipeline, initialize_parallel, layers
 from ds_terapipe.megatron.attention import CausalAttention
 from ds_terapipe.megatron.parallel import adopt_topology
+from ds_terapipe.pipeline.inspection import first_batch
 from tests.megatron.common import Model, batches, build, whole_tensors
 from tests.pipeline.training import build_engine, difference
-from tests.spawn import launched
+from tests.spawn import Exit, in_background, launched, run_to_exit
 
 
 @pytest.fixture
@@ -188,6 +189,26 @@ on_one_rank = launched(mixing, 2)
 def test_tokens_that_one_tensor_parallel_rank_mixes_are_found_on_all(on_one_rank: list[Any]) -> None:
     for message, found in (each for of_rank in on_one_rank for each in of_rank):
         assert message in found and "timeout_s" not in found
+
+
+def failing(rank: int, size: int, alone: bool) -> None:
+    """A step of a GPT with a layer that fails on one of two tensor-parallel ranks, or on both."""
+    first_batch._PATIENCE_S = 3.0
+    module = build(Model(), tensor=2)
+    if rank or not alone:
+        attend = next(each for each in module.modules() if isinstance(each, CausalAttention))
+        attend.register_forward_pre_hook(lambda *_: {}["bug"])
+    build_engine((), None, made=module, token_pipeline={"slices": 2}, micro_batches=2, batch=2).train_batch(batches())
+
+
+ends = in_background(f"{__name__}:ends", 2, lambda: [run_to_exit(failing, 2, alone, timeout=100) for alone in (True, False)])
+
+
+def test_a_layer_that_fails_on_one_tensor_parallel_rank_ends_both(ends: list[list[Exit]]) -> None:
+    (waiting, alone), both = ends
+    assert "KeyError: 'bug'; this rank alone" in alone.output and "for the ranks that share its layers" in waiting.output
+    assert all("inputs that the model fails with, cut or not, KeyError: 'bug'" in each.output for each in both)
+    assert {each.code for each in (waiting, alone, *both)} == {1} and "timeout_s" not in both[0].output
 
 
 def test_other_sizes_are_refused() -> None:

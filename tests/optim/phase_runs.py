@@ -95,10 +95,7 @@ class Observed:
 
 
 def whole_run(keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] = (2, 3), stages: int = 2) -> dict[Any, Any]:
-    """All seven steps in one go with checkpoints on the way, and a run that goes on from each of them.
-
-    2 is exactly at a switch, 3 inside the phase after it.
-    """
+    """Train seven steps, and again from checkpoints after each of ``starts``: 2 is at a switch, 3 inside the next phase."""
     data = Texts(SAMPLES)
     engine = pipeline(keys, data, stages)
     observed = Observed(engine)
@@ -118,10 +115,7 @@ def whole_run(keys: dict[str, Any] | None, folder: str, starts: tuple[int, ...] 
 
 
 class Iterated(Iterator[Any]):
-    """Micro-batches as the engine wants them now, from a data set that is registered.
-
-    With ``_num_workers`` it looks like the iterator of a loader with worker processes.
-    """
+    """Micro-batches of the engine's present size, in the guise of a loader's iterator with worker processes."""
 
     def __init__(self, engine: Any, data: Texts, order: Iterator[int], workers: int) -> None:
         self.engine, self.data, self.order, self._num_workers = engine, data, order, workers

@@ -156,10 +156,7 @@ def whole(engine: Any, of: Callable[[Any], Tensor | None], unlike: set[str]) -> 
 
 
 def replayed(engine: Any, setup: Setup) -> tuple[list[str], int]:
-    """Train three steps with the engine and with one FusedLamb in PyTorch on its gradients.
-
-    Returns what is not the same, and how many layers are cut.
-    """
+    """Compare three steps with FusedLamb in PyTorch on the same gradients; return differences, and how many layers are cut."""
     take_step, clip = engine._take_model_step, engine.gradient_clipping()
     found: dict[str, Tensor] = {}
     unlike: set[str] = set()

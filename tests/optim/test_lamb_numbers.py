@@ -100,8 +100,7 @@ CASES = [(name, case["name"]) for name, data in sorted(FILES.items()) for case i
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_a_mode_is_what_it_is_named_after(name: str, case: str, backend: str) -> None:
-    """The file says where its numbers are from. So many steps may be wrong by what each may be against the oracle, and by the
-    rounding of a stored parameter."""
+    """Numbers of files that name their source: errors of a step add up, and so do roundings of stored parameters."""
     data = FILES[name]
     (golden,) = (each for each in data["cases"] if each["name"] == case)
 

@@ -21,9 +21,8 @@ from tests.spawn import launched
 
 STEPS, MICRO_BATCHES = 4, 2
 RUNS: dict[str, dict[str, Any]] = {
-    "none": {}, "chosen": {"trace_steps": [2, 3]},
+    "none": {}, "chosen": {"trace_steps": [2, 3]}, "new/default": {}, "late": {"trace_steps": [7, 9]},
     "short": {"trace_steps": [4, 9]},  # the run ends inside the window
-    "new/default": {}, "late": {"trace_steps": [7, 9]},
 }  # fmt: skip
 
 

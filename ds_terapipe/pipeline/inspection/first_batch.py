@@ -7,7 +7,7 @@ after the agreement: the next one then comes straight to its receives, and after
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from ds_terapipe.schedule import Action, Op, Unit
 
 LONGEST = 2048  # tokens that are run whole
 _NO_ROOM = "token_pipeline.verify"
+_PATIENCE_S = 30.0  # of a rank that has failed while those that share its layers may wait for it in one of them
 _LEAST_LOSS = 1e-3  # smaller losses are compared as if they were this large
 
 
@@ -215,7 +216,7 @@ class Inspection:
         links.begin(row, lambda unit: ((attempt, unit), None))
         handed: list[Any] = []
         for number in range(len(placement.stages)):
-            error: BaseException | None = None
+            error: Exception | None = None
             outputs: list[Any] = []
             stage = self.runtime.stages.get(number)
             if stage is not None:
@@ -228,29 +229,46 @@ class Inspection:
                     outputs = [self._run_unit(stage, *each, run) for each in zip(handed, spans, strict=True)]
                 except PipelineStalled:
                     raise
-                except ConfigError as problem:
-                    error = problem
                 except Exception as problem:
-                    error = _failure(problem, stage, batch)
-                    error.__cause__ = problem
-            self.consensus.agree(error)
+                    error = problem
+            self._agree(error, stage, batch)
             if stage is not None and placement.sends_forward(number):
                 for unit, output in zip(units, outputs, strict=True):
                     links.send_forward(number, unit, output)
             handed = outputs
         links.finish()
 
+    def _agree(self, error: Exception | None, stage: Stage | None, batch: StepBatch) -> None:
+        """Raise any rank's error of a stage on every rank, as ConfigError; collective.
+
+        Layers that ranks share run again only if all have failed: otherwise some wait in a collective of the layers.
+        """
+        shared = stage is not None and _sharing(stage.root) is not None
+        failed, all_failed = self.consensus.failures(error, stage is not None, _PATIENCE_S if shared else None)
+        if failed:
+            if stage is not None and error is not None and not isinstance(error, ConfigError):
+                problem, error = error, _failure(error, stage, batch, runs=all_failed or not shared)
+                error.__cause__ = problem
+            self.consensus.agree(error)
+
     def _run_unit(self, stage: Stage, inputs: Any, span: Span, run: Callable[[Stage, Any, Span], Any]) -> Any:
-        outputs = run(stage, inputs, span)
+        with self._sharing_layers(stage):
+            outputs = run(stage, inputs, span)
         if not self._is_last(stage):
             check_sendable(outputs, stage.layers.last)
             BoundarySpec.of(outputs).encode()  # check that it can be sent
         return outputs
 
+    def _sharing_layers(self, stage: Stage) -> AbstractContextManager[None]:
+        """Context manager around layers, which may wait for the ranks that share them."""
+        if _sharing(stage.root) is None:
+            return nullcontext()
+        return self.consensus.watchdog.waiting("the ranks that share its layers", counts=False, bounded=False)
+
     def _gather(self, root: Any, value: Any) -> list[Any]:
         """Return a value of all ranks that share the layers of a stage; collective over these."""
-        grid = root.mpu() if hasattr(root, "mpu") else None
-        if grid is None or grid.get_slice_parallel_world_size() == 1:
+        grid = _sharing(root)
+        if grid is None:
             return [value]
         values: list[Any] = [None] * grid.get_slice_parallel_world_size()
         with self.consensus.watchdog.waiting("the ranks that share a layer to compare it"):
@@ -259,6 +277,12 @@ class Inspection:
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.number == len(self.runtime.placement.stages) - 1
+
+
+def _sharing(root: Any) -> Any:
+    """Return the grid of ranks that share the layers of a stage; None if each has its own."""
+    grid = root.mpu() if hasattr(root, "mpu") else None
+    return None if grid is None or grid.get_slice_parallel_world_size() == 1 else grid
 
 
 def _check_sums(whole: float, sums: float, dtype: torch.dtype) -> None:
@@ -315,14 +339,17 @@ def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
     return inputs
 
 
-def _failure(problem: Exception, stage: Stage, batch: StepBatch) -> ConfigError:
-    """Return the error for a stage that fails on a slice: of the model's cut or, if the first fails uncut, of its inputs."""
+def _failure(problem: Exception, stage: Stage, batch: StepBatch, runs: bool) -> ConfigError:
+    """Return the error for a stage that fails on a slice: of the model's cut or, if the first fails uncut, of its inputs.
+
+    ``runs``: whether its layers can run.
+    """
     total = batch.lengths[0]
-    outputs: Any = batch.cut_inputs(0, Span(0, total, total)) if stage.number == 0 else None
     try:
-        outputs = outputs if outputs is None else stage.layers.received(outputs)
-        for layer in stage.layers.functions if stage.number == 0 else ():
-            outputs = layer(outputs)
+        if runs and stage.number == 0:
+            outputs = stage.layers.received(batch.cut_inputs(0, Span(0, total, total)))
+            for layer in stage.layers.functions:
+                outputs = layer(outputs)
     except Exception:
         return ConfigError(
             f"the data iterator: got inputs that the model fails with, cut or not, {one_line(problem)}; must fit its first "

@@ -8,6 +8,7 @@ All runs over a gloo group of its own (host memory, own timeout), whatever the b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 import torch.distributed
 
-from ds_terapipe.errors import ConfigError, shown
+from ds_terapipe.errors import ConfigError, first_line, one_line, shown
 from ds_terapipe.job import error_of
 from ds_terapipe.pipeline.documents import Documents
 from ds_terapipe.pipeline.transport.watchdog import PipelineStalled, Watchdog
@@ -137,14 +138,30 @@ class Consensus:
 
     def agree(self, error: BaseException | None) -> None:
         """Raise any rank's error on every rank; collective."""
+        if self.failures(error)[0]:
+            self._agree(error)
+
+    def failures(
+        self, error: BaseException | None, took_part: bool = True, patience_s: float | None = None
+    ) -> tuple[bool, bool]:
+        """Return whether any rank has failed, and whether all that took part have; collective.
+
+        Args:
+            error: this rank's error.
+            took_part: whether this rank could have failed.
+            patience_s: longest wait of a rank that has failed; None: ``timeout_s``.
+
+        Raises:
+            PipelineStalled: if the others do not come. They may wait for this rank in a collective of the layers.
+        """
+        words: list[Set[int]] = [{error is not None} if took_part else set()]
         try:
-            _, (any_failed,) = self._extremes([{error is not None}], "all ranks to look at the model")
+            lows, highs = self._extremes(words, "all ranks to look at the model", patience_s if error else None)
         except PipelineStalled as stalled:
             if error is None:
                 raise
-            raise error from stalled  # the others may wait for this rank in a collective of the layers
-        if any_failed:
-            self._agree(error)
+            raise PipelineStalled(f"{one_line(error)}; this rank alone: {first_line(stalled)}") from error
+        return highs[0] > 0, lows[0] == 1
 
     def together(self, make: Callable[[], _Made]) -> _Made:
         """Return the result of ``make``, or raise any rank's error of it on every rank; collective."""
@@ -179,12 +196,18 @@ class Consensus:
             "same on all, use one file"
         )
 
-    def _extremes(self, words: Sequence[Set[int]], what: str) -> tuple[list[int], list[int]]:
-        """Return the lowest and the highest of each word over all ranks, which may have none or several; collective."""
+    def _extremes(
+        self, words: Sequence[Set[int]], what: str, limit_s: float | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Return the lowest and the highest of each word over all ranks, which may have none or several; collective.
+
+        ``limit_s``: longest wait; None: ``timeout_s``.
+        """
         lows, highs = [-min(word, default=_MOST) for word in words], [max(word, default=0) for word in words]
         both = torch.tensor([*lows, *highs], dtype=torch.int64)
         with self.watchdog.waiting(what):
-            torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group)
+            work = torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, group=self.group, async_op=True)
+            work.wait(timedelta(seconds=limit_s or 0))  # 0: no limit beside the group's own
         return (-both[: len(words)]).tolist(), both[len(words) :].tolist()
 
     def _agree(self, error: BaseException | None) -> None:

@@ -20,6 +20,8 @@ KNOWN = (
     Known("a rank that has failed is waited for while engines are built", "pipeline.transport.positions",
           "any(position.ended or position == before", "any(position == before",
           f"{_WATCHDOG} -k building_engines_ends"),
+    Known("a rank that has failed waits for those in its layers", "pipeline.inspection.first_batch",
+          "_PATIENCE_S if shared else None", "None", "tests/megatron/test_layers.py -k one_tensor_parallel_rank_ends"),
     Known("a wait for a stale lock is said twice", "build_locks", "        if is_stale(path) is stale:\n",
           "        if True:\n", f"{_REPORT} -k wait_is_said"),
     Known("a stream that goes on is reported", "pipeline.transport.watchdog",
