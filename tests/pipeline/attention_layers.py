@@ -106,24 +106,25 @@ AttnMaskType = Enum("AttnMaskType", "padding causal")
 
 
 class ScaleMaskSoftmax(nn.Module):
-    """Softmax like Megatron's ``FusedScaleMaskSoftmax``: scores * scale, causal mask, softmax."""
+    """Softmax like Megatron's ``FusedScaleMaskSoftmax``: scores * scale (None: 1), causal mask, softmax."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float | None) -> None:
         super().__init__()
         self.scale, self.window_size = scale, None
 
     def forward(self, scores: Tensor, mask: Tensor | None) -> Tensor:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) if mask is None else mask
-        return (scores * self.scale).masked_fill(hidden, -10000.0).softmax(-1)
+        return (scores if self.scale is None else scores * self.scale).masked_fill(hidden, -10000.0).softmax(-1)
 
 
 class CoreAttention(nn.Module):
-    """Stands for Megatron-DeepSpeed's class."""
+    """Stands for Megatron-DeepSpeed's class; layer 1 without query-key layer scaling."""
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()
         self.attn_mask_type, self.norm_factor = AttnMaskType.causal, math.sqrt(SIZE) * layer_number
-        self.scale_mask_softmax, self.attention_dropout = ScaleMaskSoftmax(layer_number), nn.Dropout(0.0)
+        softmax = ScaleMaskSoftmax(None if layer_number == 1 else layer_number)
+        self.scale_mask_softmax, self.attention_dropout = softmax, nn.Dropout(0.0)
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask):
         scores = torch.einsum("sbhd,tbhd->bhst", query_layer, key_layer) / self.norm_factor
