@@ -131,6 +131,8 @@ def test_rows_of_queries_keys_and_values_that_do_not_fit_are_refused(rows: objec
     with pytest.raises(ConfigError, match=r"optimizer.params.split_qkv: got (lamb_rows|true)"):
         FusedLamb([parameter], split_qkv=True).step()
     FusedLamb([parameter])
+    parameter.lamb_rows = (6,)  # a single sub-layer
+    FusedLamb([parameter], split_qkv=True).step()
 
 
 def test_parameters_with_rows_may_leave() -> None:
