@@ -66,6 +66,8 @@ CONFIGS: list[tuple[dict[str, Any], str, str]] = [
     ({"scheduler": {"type": "MixedBatch", "params": MIXED}, "optimizer": LAMB, "gradient_accumulation_steps": 3},
      "gradient_accumulation_steps: got 3, must be scheduler.params.phases[0].batch_size / micro-batch size / data-parallel",
      "= 8 / 1 / 1 = 8 or absent beside MixedBatch, use 8"),
+    ({"elastic_pipeline": {"freeze": {"policy": "alpah"}}},
+     'elastic_pipeline.freeze.policy: got "alpah", must be', 'use "alpha"'),
     ({"elastic_pipeline": {"resize": {"policy": "halved"}}},
      'elastic_pipeline.resize.policy: got "halved", must be', 'use "halve"'),
 ]  # fmt: skip
