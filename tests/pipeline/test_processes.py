@@ -32,7 +32,7 @@ class Store(torch.distributed.HashStore):
 def test_a_store_whose_host_is_gone_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board_module, "_CONNECTED_WITHIN_S", 0.2)
     came = threading.Event()
-    for clone, silent_s in ((partial(came.wait, 30), 0.2), (partial(os.listdir, "/none"), math.inf)):  # waits, or says so
+    for clone, silent_s in ((lambda: came.wait(30) and Store(), 0.2), (partial(os.listdir, "/none"), math.inf)):
         board = Board(SimpleNamespace(clone=clone, has_extended_api=lambda: True))
         board.put("key", "text")
         assert board.read(["key"]) is None and silent_s <= board.silent_s() and (board.silent_s() < 30) == (silent_s < 30)

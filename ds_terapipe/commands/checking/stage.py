@@ -6,6 +6,7 @@ peak beyond that, by which the memory model is calibrated.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -55,6 +56,16 @@ class Counted(NamedTuple):
     peaks: tuple[tuple[tuple[int, ...], float], ...]
     after: Boundary | None
     defers: bool
+
+
+class _Alone(Job):
+    """Consensus of a single rank, which waits for no other."""
+
+    watchdog = SimpleNamespace(waiting=lambda *args, **kwargs: nullcontext())
+
+    def failures(self, error: BaseException | None, *_: Any) -> tuple[bool, bool]:
+        """Return twice whether this rank has failed, see `Consensus.failures`."""
+        return error is not None, error is not None
 
 
 class StageRun:
@@ -153,7 +164,7 @@ class StageRun:
             return
         check_loss(self._module.loss_fn)
         batch = self._batch = self._read(count)
-        probe = Inspection(self._runtime, Job([0]), self._settings, False)  # type: ignore[arg-type]
+        probe = Inspection(self._runtime, _Alone([0]), self._settings, False)  # type: ignore[arg-type]
         spans = probe_spans(batch.lengths[0], self._runtime.multiple)
         with mock.patch.object(self._links, "_span", lambda unit: spans[unit.slice]):
             probe.run(batch)
