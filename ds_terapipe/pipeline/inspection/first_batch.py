@@ -342,7 +342,7 @@ def _probe(stage: Stage, probe: SequenceProbe, inputs: Any, span: Span) -> Any:
 def _failure(problem: Exception, stage: Stage, batch: StepBatch, runs: bool) -> ConfigError:
     """Return the error for a stage that fails on a slice: of the model's cut or, if the first fails uncut, of its inputs.
 
-    ``runs``: whether its layers can run.
+    ``runs``: whether its layers may run: they must not if other ranks wait in one of their collectives.
     """
     total = batch.lengths[0]
     try:
